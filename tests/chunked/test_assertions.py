@@ -93,20 +93,6 @@ def test_a_view_and_a_change_in_place_make_nothing():
             logits.clone()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ((0,), TypeError, "vocabulary must be the vocabulary size, a model, or its head, got 0"),
-        (("x",), TypeError, "got 'x'"),
-        ((V, 0), ValueError, "limit must be positive, got 0"),
-        ((V, "much"), ValueError, "limit must be a number of bytes"),
-    ],
-)
-def test_wrong_arguments(arguments, error, message):
-    with pytest.raises(error, match=message), assert_no_logits(*arguments):
-        pass
-
-
 def test_a_model_without_an_output_layer():
     with pytest.raises(ValueError, match="LlamaModel has no output layer"), assert_no_logits(small().model):
         pass

@@ -30,6 +30,7 @@ from liger_losses import (
     Teachers,
     TeacherTopK,
     TokenSupport,
+    assert_no_logits,
     functional,
     linear_divergence,
     linear_divergence_loss,
@@ -42,7 +43,9 @@ from liger_losses import (
     projected_teacher,
     register_quantized_weight,
     register_statistic,
+    set_default_workspace,
     split_by_coefficient,
+    workspace,
 )
 from tests.losses import BCO, CE, CPO, DPO, GRPO, JSD, KL, KTO, ORPO, AlphaBeta, Cosine, SimPO
 from tests.reference import Int8Weight, problem
@@ -179,6 +182,20 @@ WRONG = [
     (lambda h, w, y: Divergence.mixture(NAN, 1, 1), "parameters of a divergence must be finite"),
     (lambda h, w, y: Head(w, transform=0.7), r"must be a liger_losses.LogitTransform\(...\)"),
     (lambda h, w, y: linear_statistics(h, w, y, options={}), r"must be liger_losses.EngineOptions\(...\)"),
+    *(
+        (lambda h, w, y, size=size: set_default_workspace(size), words)
+        for size, words in ((0, "positive"), ("0", "positive"), ("many", "300MiB"), ("3 parsecs", "2GiB"))
+    ),
+    *((lambda h, w, y, size=size: workspace(size).__enter__(), "number of bytes") for size in (True, 1.5, [1])),
+    *(
+        (lambda h, w, y, given=given: assert_no_logits(*given).__enter__(), message)
+        for *given, message in (
+            (0, "vocabulary must be the vocabulary size, a model, or its head, got 0"),
+            ("x", "got 'x'"),
+            (61, 0, "limit must be positive, got 0"),
+            (61, "much", "limit must be a number of bytes"),
+        )
+    ),
     # tensors
     (lambda h, w, y: CE()(w, h.numpy(), y), r"hidden_states must be a tensor, got ndarray; pass torch.as_t"),
     (lambda h, w, y: CE()(w, torch.nested.nested_tensor([h[0], h[1]]), y), "pass hidden_states.to_padded_tensor"),

@@ -15,7 +15,14 @@ from liger_losses.patching.patch import patch
 
 
 @functools.cache
-def _plugin_class() -> type:
+def __getattr__(name: str) -> Any:
+    """Classes of those of Axolotl and pydantic, which are imported here."""
+    if name == "Args":
+        from pydantic import create_model
+
+        return create_model("Args", liger_losses=(dict[str, Any] | None, None))
+    if name != "Plugin":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from axolotl.integrations.base import BasePlugin
 
     class Plugin(BasePlugin):
@@ -40,18 +47,3 @@ def _plugin_class() -> type:
             model.liger_report = patch(model, **(getattr(cfg, "liger_losses", None) or {}))
 
     return Plugin
-
-
-@functools.cache
-def _args_class() -> type:
-    from pydantic import BaseModel, create_model
-
-    options: Any = (dict[str, Any] | None, None)
-    return create_model("Args", __base__=BaseModel, liger_losses=options)
-
-
-def __getattr__(name: str) -> Any:
-    classes = {"Plugin": _plugin_class, "Args": _args_class}
-    if name in classes:
-        return classes[name]()
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

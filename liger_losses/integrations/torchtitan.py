@@ -52,7 +52,10 @@ def cross_entropy_in_forward(lm_head: Any, hidden_states: Tensor, labels: Tensor
 
 
 @functools.cache
-def _loss_class() -> type:
+def __getattr__(name: str) -> Any:
+    """The loss, whose base class is imported here."""
+    if name != "LinearCrossEntropyLoss":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from torchtitan.components.loss import ChunkedLossWrapper
 
     announce("torchtitan", "0.3", "cross-entropy")
@@ -77,9 +80,3 @@ def _loss_class() -> type:
             return loss if global_valid_tokens is None else loss / global_valid_tokens, {}
 
     return LinearCrossEntropyLoss
-
-
-def __getattr__(name: str) -> Any:
-    if name == "LinearCrossEntropyLoss":
-        return _loss_class()
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

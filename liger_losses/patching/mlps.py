@@ -87,9 +87,8 @@ class GatedMLP(Replacement):
         return self if tokens is False else replace(self, tile=0 if tokens is True else tokens)
 
     def call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if len(args) != 1 or kwargs or not is_plain(*args) or torch.jit.is_tracing():
-            return NotImplemented
-        if is_short(*args):  # two operations between the layers
+        # Of few tokens, the original forward launches two operations between the layers.
+        if len(args) != 1 or kwargs or not is_plain(*args) or is_short(*args) or torch.jit.is_tracing():
             return NotImplemented
         for name, forward in self.activations:
             part = getattr(module, name)

@@ -53,7 +53,14 @@ def install() -> None:
             "names from it keeps liger-kernel's objects. Call install() first.",
         )
     announce("liger-kernel", "0.8", "the losses and patches")
-    for module, replacements in _modules():
+    modules = []  # all are imported before the first is changed
+    for name, replacements in REPLACEMENTS.items():
+        try:
+            modules.append((importlib.import_module(name), replacements))
+        except ModuleNotFoundError as error:  # of another version
+            if not (error.name or "").startswith("liger_kernel"):
+                raise
+    for module, replacements in modules:
         names = vars(module)
         functions = {name: f for name, f in names.items() if name.startswith(_APPLY)}
         table = names.get(_TABLE, {})
@@ -62,18 +69,6 @@ def install() -> None:
         of_kinds = {kind: apply_to(kind, [kind], f) for kind, f in table.items()}
         ours = {**replacements, **applies, _TABLE: of_kinds}
         _replaced.add([Found(module, name, value) for name, value in ours.items() if name in names])
-
-
-def _modules() -> list[tuple[types.ModuleType, dict[str, Any]]]:
-    """The modules of liger-kernel whose names are replaced, by what; all are imported before the first is changed."""
-    found = []
-    for name, replacements in REPLACEMENTS.items():
-        try:
-            found.append((importlib.import_module(name), replacements))
-        except ModuleNotFoundError as error:  # of another version
-            if not (error.name or "").startswith("liger_kernel"):
-                raise
-    return found
 
 
 def is_installed() -> bool:

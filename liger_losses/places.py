@@ -77,15 +77,15 @@ class Place:
         *classes, name = self.name.split(".")
         for class_name in classes:
             owner = getattr(owner, class_name, None)
-        # getattr of a class would give a static method's function, which could not be put back as a static method.
+        # getattr of a class would give a static or class method's function, which could not be put back as a method.
         look_up = getattr if isinstance(owner, ModuleType) else inspect.getattr_static
         original: Any = look_up(owner, name, _ABSENT)
         if owner is None or original is None or original is _ABSENT:
             raise Missing(f"{where} is not there")
-        function = original.__func__ if isinstance(original, staticmethod) else original
+        function = original.__func__ if isinstance(original, (staticmethod, classmethod)) else original
         self.check_parameters(function)
         value = self.make(function)
-        return Found(owner, name, value if function is original else staticmethod(value))
+        return Found(owner, name, value if function is original else type(original)(value))
 
     def check_parameters(self, original: Any) -> None:
         """Raise :class:`Missing` if the parameters of the original are others."""

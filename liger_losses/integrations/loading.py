@@ -9,15 +9,15 @@ from typing import Any
 
 from torch import nn
 
+from liger_losses.integrations.replacements import Replacements
+from liger_losses.patching.loss_head import pending_logits
 from liger_losses.patching.patch import patch
-from liger_losses.places import Found, Replaced, around
+from liger_losses.places import Place, around
 
 #: From a model that was loaded to the options of :func:`liger_losses.patch`; ``None`` leaves the model.
 Options = Callable[[nn.Module], dict[str, Any] | None]
 
-_METHODS = ("from_pretrained", "_from_config")
 _wanted: list[Options] = []
-_replaced = Replaced()
 #: Whether this thread is in one of these methods.
 _thread = threading.local()
 
@@ -25,7 +25,8 @@ _thread = threading.local()
 def patch_loaded_models(options: Options | None = None, **same_for_all: Any) -> Options:
     """Patch every language model that transformers' ``from_pretrained`` or ``from_config`` returns from now on.
 
-    Models without a head for tokens, such as encoders, are left. The report of each is its ``liger_report``.
+    Models without a head for tokens, such as encoders, are left. The report of each is its ``liger_report``. In the
+    training steps of a Trainer with a ``compute_loss_func``, its patched models return pending logits.
     If several calls give options for a model, the last options apply.
 
     Args:
@@ -38,13 +39,11 @@ def patch_loaded_models(options: Options | None = None, **same_for_all: Any) -> 
     Raises:
         ImportError: transformers is not installed.
     """
-    from transformers import PreTrainedModel
+    import transformers  # noqa: F401
 
     options = options or (lambda model: same_for_all)
     _wanted.append(options)
-    if not len(_replaced):
-        methods = {name: around(_patching)(vars(PreTrainedModel)[name].__func__) for name in _METHODS}
-        _replaced.add([Found(PreTrainedModel, name, classmethod(method)) for name, method in methods.items()])
+    _REPLACEMENTS.install()
     return options
 
 
@@ -59,7 +58,7 @@ def leave_loaded_models(options: Options | None = None) -> None:
     elif options in _wanted:  # the last one, where the same options were given several times
         del _wanted[len(_wanted) - 1 - _wanted[::-1].index(options)]
     if not _wanted:
-        _replaced.restore()
+        _REPLACEMENTS.uninstall()
 
 
 @contextlib.contextmanager
@@ -70,6 +69,13 @@ def patched_loading(options: Options | None = None, **same_for_all: Any) -> Iter
         yield
     finally:
         leave_loaded_models(options)
+
+
+def _with_loss_function(step: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    """A step of a Trainer with a loss function of its own: its models return pending logits, given labels or not."""
+    models = [value for value in vars(trainer).values() if isinstance(value, nn.Module)]
+    with pending_logits(*models if trainer.compute_loss_func is not None else ()):
+        return step(trainer, *args, **kwargs)
 
 
 def _patching(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -91,3 +97,13 @@ def _patch(model: Any) -> None:
     chosen = next((found for options in reversed(_wanted) if (found := options(model)) is not None), None)
     if chosen is not None:
         model.liger_report = patch(model, **chosen)
+
+
+_MODEL = "transformers.modeling_utils"
+_REPLACEMENTS = Replacements(
+    "transformers",
+    "5",
+    Place(_MODEL, "PreTrainedModel.from_pretrained", around(_patching)),
+    Place(_MODEL, "PreTrainedModel._from_config", around(_patching)),
+    Place("transformers.trainer", "Trainer.training_step", around(_with_loss_function)),
+)

@@ -40,12 +40,12 @@ class Replacements:
     A module that lacks one of its names is left as it is, with a warning.
 
     Args:
-        framework, tested, what: as :func:`announce` takes them.
+        framework, tested: as :func:`announce` takes them.
         places: what to replace.
     """
 
-    def __init__(self, framework: str, tested: str, what: str, *places: Place) -> None:
-        self.framework, self.tested, self.what = framework, tested, what
+    def __init__(self, framework: str, tested: str, *places: Place) -> None:
+        self.framework, self.tested = framework, tested
         self._places: dict[str, list[Place]] = {}
         for place in places:
             self._places.setdefault(place.module, []).append(place)
@@ -57,7 +57,6 @@ class Replacements:
         if self._installed:
             return
         self._installed = True
-        announce(self.framework, self.tested, self.what)
         for module in self._places:
             when_imported(module, self._replace)
 

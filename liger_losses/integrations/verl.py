@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from liger_losses.chunked import Head, linear_statistics
-from liger_losses.integrations.replacements import Replacements
+from liger_losses.integrations.replacements import Replacements, announce
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.places import Place, around
 
@@ -148,7 +148,6 @@ def _of_engine(method: str, function: Callable[..., Any], *takes: str) -> Place:
 REPLACEMENTS = Replacements(
     "verl",
     "0.9",
-    "the fused heads",
     Place(_TORCH_HEAD, "FusedLinearForPPO.forward", lambda original: fused_linear_for_ppo, fused_linear_for_ppo),
     *(Place(module, "linear_cross_entropy", lambda original: linear_cross_entropy) for module in _TRITON_HEAD),
     _of_engine("prepare_model_inputs", _model_inputs, "micro_batch"),
@@ -162,6 +161,7 @@ def install() -> None:
     The heads are ``FusedLinearForPPO.forward``, of the FSDP engine with the backends ``torch`` and ``liger``, and
     ``linear_cross_entropy``, of the FSDP engine with the backend ``triton`` and of the Megatron engine.
     """
+    announce("verl", "0.9", "the fused heads")
     REPLACEMENTS.install()
 
 

@@ -328,16 +328,15 @@ def prepare_head(model: nn.Module, filter_fn: Filter | None = None) -> list[Entr
     if owner is None:
         without = "it has no output embedding; for token losses, pass the model with its lm_head (AutoModelForCausalLM)"
         return [Entry("", type(model).__name__, None, without)]
-    head, entries, prepared = owner.get_output_embeddings(), [], []
+    head, entries = owner.get_output_embeddings(), list[Entry]()
     quantized = [layer for layer in head.modules() if _is_quantized_layer(layer)]
     for layer in dict.fromkeys([*quantized, head]):
         path = next((name for name, other in model.named_modules() if other is layer), "")
         listed, kind = find(QuantizedHead if layer in quantized else LossHead, path, layer, filter_fn, {})
         entries += listed
-        prepared += [] if kind is None else [(layer, kind)]
-    for layer, kind in prepared:
-        setattr(layer, _PENDING, [])
-        swap(layer, kind)
+        if kind is not None:
+            setattr(layer, _PENDING, [])
+            swap(layer, kind)
     return entries
 
 
@@ -391,9 +390,8 @@ outside_graphs(globals(), "_do_not_reshard")
 @contextlib.contextmanager
 def pending_logits(*models: nn.Module) -> Iterator[None]:
     """Within this context, the prepared heads of models return :class:`PendingLogits`."""
-    layers = [layer for model in models for layer in _layers(head_of(owner_of_head(model)))]
-    layers = [layer for layer in dict.fromkeys(layers) if not _is_pending(layer)]
-    inner = [getattr(model, "module", model) for model in models if layers and _is_distributed()]
+    layers = [layer for model in models for layer in _layers_of(owner_of_head(model)) if not _is_pending(layer)]
+    inner = {getattr(model, "module", model) for model in models if layers and _is_distributed()}
     hooks = [model.register_forward_hook(_show_tensors, prepend=True) for model in inner]
     try:
         with _pending(layers):
@@ -455,17 +453,14 @@ def _with_loss(forward: Callable[..., Any], model: Any, *args: Any, **kwargs: An
     options = replacement_of(model)
     if not isinstance(options, LossForward):  # it was unpatched, and what is around it calls this
         return forward(*args, **kwargs)
-    layers, training, labeled = _layers(head_of(model)), torch.is_grad_enabled(), _has_labels(forward, args, kwargs)
+    layers, training, labeled = _layers_of(model), torch.is_grad_enabled(), _has_labels(forward, args, kwargs)
     # A Trainer that keeps the labels back passes their number.
-    wanted = (
-        labeled or kwargs.get("num_items_in_batch") is not None if training else labeled and not options.eval_logits
-    )
+    kept_back = training and kwargs.get("num_items_in_batch") is not None
+    wanted = kept_back or (labeled and (training or not options.eval_logits))
     if not wanted or any(_is_pending(layer) for layer in layers):
         output = forward(*args, **kwargs)
         _warn_of_many(model, output)
         return output
-    if not layers and not torch.compiler.is_dynamo_compiling():
-        layers = _prepare_again(model)
     with _pending(layers):
         output = forward(*args, **kwargs)
     if not labeled:
@@ -474,9 +469,12 @@ def _with_loss(forward: Callable[..., Any], model: Any, *args: Any, **kwargs: An
     return _finished(output, options.keep_logits if training else options.eval_logits)
 
 
-def _prepare_again(model: Any) -> list[Any]:
-    """Prepare a head that was replaced or has got adapters; if it cannot be, say so, once."""
-    reason = reason_against_head(model)
+def _layers_of(model: Any) -> list[Any]:
+    """The prepared layers of a model's head. If it is patched, and its head was replaced or has got adapters, they are
+    prepared again; if they cannot be, that is said once."""
+    layers = _layers(head_of(model))
+    ready = layers or torch.compiler.is_dynamo_compiling() or not isinstance(replacement_of(model), LossForward)
+    reason = "" if ready else reason_against_head(model)
     if reason:
         unpatch_head(model)
         warn(
@@ -485,7 +483,7 @@ def _prepare_again(model: Any) -> list[Any]:
             "liger_losses.patch(model) again." + see("models-that-cannot-be-patched"),
             RuntimeWarning,
         )
-    return _layers(head_of(model))
+    return layers if ready else _layers(head_of(model))
 
 
 def _finished(output: Any, keep: bool) -> Any:
@@ -496,8 +494,7 @@ def _finished(output: Any, keep: bool) -> Any:
     if not any(isinstance(value, PendingLogits) for value in entries.values()):
         return output
     keep = keep or (entries is output and output.get("loss") is None)
-    entries = {name: x for name, x in entries.items() if keep or not isinstance(x, PendingLogits)}
-    entries = {name: _finished(value, keep) for name, value in entries.items()}
+    entries = {name: _finished(x, keep) for name, x in entries.items() if keep or not isinstance(x, PendingLogits)}
     return type(output)(**entries) if isinstance(output, dict) else tuple(entries.values())
 
 
@@ -505,9 +502,9 @@ def _warn_of_many(model: nn.Module, output: Any) -> None:
     if not model.training or torch.compiler.is_dynamo_compiling():
         return
     logits = getattr(output, "logits", None)
-    if isinstance(logits, Tensor) and logits.requires_grad and logits.numel() * logits.element_size() > _MANY_BYTES:
+    if isinstance(logits, Tensor) and logits.requires_grad and logits.nbytes > _MANY_BYTES:
         warn(
-            f"{type(model).__name__} returned {logits.numel() * logits.element_size() / 2**30:.1f} GiB of logits: "
+            f"{type(model).__name__} returned {logits.nbytes / 2**30:.1f} GiB of logits: "
             "without labels, a patched model computes them. Pass it labels=, or give its hidden states to a loss with "
             "liger_losses.loss_inputs(model, ...)." + see("logits-that-were-computed"),
             RuntimeWarning,
@@ -519,7 +516,7 @@ def patch_head(model: nn.Module, options: LossForward) -> None:
     owner = owner_of_head(model)
     swap(owner, options)  # again, too: the class of the model may have another forward since
     forward = vars(owner).get("forward")
-    if forward is not None and not _is_ours(forward):
+    if forward is not None and getattr(forward, "func", None) is not _with_loss:
         owner.forward = functools.update_wrapper(partial(_with_loss, forward, owner), forward)
 
 
@@ -527,15 +524,11 @@ def unpatch_head(model: nn.Module) -> None:
     """Undo :func:`patch_head` and :func:`prepare_head`."""
     for module in model.modules():
         forward: Any = vars(module).get("forward")
-        if _is_ours(forward):
+        if getattr(forward, "func", None) in (_with_loss, _shared_forward):
             module.forward = forward.args[0]
         vars(module).pop(_PENDING, None)
         if isinstance(replacement_of(module), (LossForward, _HeadKind)):
             restore(module)
-
-
-def _is_ours(forward: Any) -> bool:
-    return isinstance(forward, partial) and forward.func in (_with_loss, _shared_forward)
 
 
 # --- Transforms -------------------------------------------------------------------------------------------------------

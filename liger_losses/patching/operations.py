@@ -27,6 +27,8 @@ PendingLogits = Any
 OPERATIONS: dict[str, tuple[Callable[..., Any], inspect.Signature]] = {}
 #: No label has this value, so that as ``ignore_index`` it ignores no token.
 _NO_LABEL = -(2**62)
+#: Steps whose results are no logits, and the operations on these.
+_LAST_STEPS = {"softmax": (), "kl_div": ("sum",)}
 
 
 def _operation(names: str) -> Callable[[Any], Any]:
@@ -37,9 +39,17 @@ def _operation(names: str) -> Callable[[Any], Any]:
     return register
 
 
+def _by_name(names: str, function: Callable[..., Any]) -> None:
+    """Operations that are one function of their name."""
+    for name in names.split():
+        _operation(name)(partial(function, name))
+
+
 def compute(name: str, logits: PendingLogits, *args: Any, **kwargs: Any) -> Any:
     """What an operation returns of pending logits; ``NotImplemented`` if it needs their values."""
-    if name not in OPERATIONS:
+    if name not in OPERATIONS or name not in _LAST_STEPS.get(logits.last_step, OPERATIONS):
+        return NotImplemented
+    if any(kwargs.pop(deprecated, None) is not None for deprecated in ("size_average", "reduce")):
         return NotImplemented
     operation, signature = OPERATIONS[name]
     try:
@@ -69,7 +79,7 @@ def _reshape(logits: PendingLogits, *shape: Any) -> Any:
 def _on_tokens(name: str, logits: PendingLogits, *args: Any, **kwargs: Any) -> Any:
     """A view whose last dimension is the vocabulary, as a tensor without memory shows: the one with a stride."""
     hidden_states, (*_, size) = logits.hidden_states, logits.shape
-    width, like = hidden_states.shape[-1], torch.empty(size, dtype=torch.uint8, device="meta").expand(logits.shape)
+    like = torch.empty(size, dtype=torch.uint8, device="meta").expand(logits.shape)
     try:
         views, rows = (getattr(tensor, name)(*args, **kwargs) for tensor in (like, hidden_states))
     except (RuntimeError, IndexError):  # sizes of the vocabulary, which hidden states do not have, or wrong arguments
@@ -77,15 +87,14 @@ def _on_tokens(name: str, logits: PendingLogits, *args: Any, **kwargs: Any) -> A
     several = isinstance(rows, tuple)
     pairs = list(zip(views, rows, strict=False)) if several else [(views, rows)]
     for view, part in pairs:
-        last = view.shape[-1:] == (size,) and part.shape[-1:] == (width,) and view.stride(-1) == 1 != size
+        last = view.shape[-1:] == (size,) and view.stride(-1) == 1 != size
         if not last or view.dim() < 2 or view.shape[:-1] != part.shape[:-1]:
             return NotImplemented
     parts = tuple(logits.with_rows(part) for _, part in pairs)
     return NotImplemented if not parts else parts if several else parts[0]
 
 
-for _name in "flatten split chunk unbind transpose permute unsqueeze squeeze".split():  # noqa: SIM905
-    _operation(_name)(partial(_on_tokens, _name))
+_by_name("flatten split chunk unbind transpose permute unsqueeze squeeze", _on_tokens)
 _operation("contiguous")(lambda logits: logits.with_rows(logits.hidden_states.contiguous()))
 _operation("clone")(lambda logits: logits.with_changes())
 _operation("detach")(lambda logits: logits.with_rows(logits.hidden_states.detach(), head=logits.head.detach()))
@@ -108,7 +117,7 @@ def _getitem(logits: PendingLogits, index: Any) -> Any:
     rows, head = logits.hidden_states[parts[:-1] + (slice(None),)], logits.head
     if rows.dim() == 1:
         return NotImplemented  # logits of one token are few
-    start, stop = (0, head.vocab_size) if columns == slice(None) else columns.indices(head.vocab_size)[:2]
+    start, stop, _ = columns.indices(head.vocab_size)
     if (start, stop) == (0, head.vocab_size):
         return logits.with_rows(rows)
     if logits.normalized or stop <= start or head.ranks.size > 1:
@@ -134,8 +143,7 @@ def _cast(name: str, logits: PendingLogits, *args: Any, **kwargs: Any) -> Any:
     return logits.with_step("to", like.dtype).with_changes(dtype=like.dtype)
 
 
-for _name in "to float double half bfloat16".split():  # noqa: SIM905
-    _operation(_name)(partial(_cast, _name))
+_by_name("to float double half bfloat16", _cast)
 
 
 def _scale(name: str, logits: PendingLogits, other: Any) -> Any:
@@ -206,66 +214,68 @@ def _add_product(one: PendingLogits, two: PendingLogits) -> Any:
     rounded = one.head.quantized is not None or (one.dtype.itemsize == 2 and one.dtype == one.head.weight.dtype)
     if mixed and one.autocast is None and not rounded:
         return NotImplemented
-    dtype = one.autocast or (one.hidden_states.dtype if rounded else None)
-
-    def cast(part: Tensor) -> Tensor:
-        return part if dtype is None else part.to(dtype)
-
-    biases = [cast(part.bias * part.transform.logit_scale) for part in (one.head, two.head) if part.bias is not None]
+    dtype, heads = one.autocast or one.hidden_states.dtype, [part.head for part in (one, two)]
+    biases = [(head.bias * head.transform.logit_scale).to(dtype) for head in heads if head.bias is not None]
     bias = sum(biases[1:], biases[0]) if biases else None
-    hidden, weight = [torch.cat([cast(part) for part in pair], -1) for pair in zip(*parts, strict=True)]
+    hidden, weight = [torch.cat([part.to(dtype) for part in pair], -1) for pair in zip(*parts, strict=True)]
     head, dtype = one.head.with_fields(weight=weight, bias=bias), torch.promote_types(one.dtype, two.dtype)
     return one.with_changes(hidden_states=hidden, head=head, dtype=dtype)
 
 
-@_operation("log_softmax")
-def _log_softmax(
-    logits: PendingLogits, dim: Any = None, *args: Any, dtype: torch.dtype | None = None, **others: Any
+def _softmax(
+    name: str, logits: PendingLogits, dim: Any = None, *args: Any, dtype: torch.dtype | None = None, **others: Any
 ) -> Any:
-    if not _is_vocabulary(logits, dim) or logits.normalized:
+    """Log-probabilities; or, of logits without gradients, probabilities, which ``kl_div`` takes of a teacher."""
+    if not _is_vocabulary(logits, dim) or logits.normalized or (name == "softmax" and logits.requires_grad):
         return NotImplemented
     dtype = next((arg for arg in args if isinstance(arg, torch.dtype)), dtype)
     if dtype is None and logits.device.type == "cuda" and torch.is_autocast_enabled("cuda"):
         dtype = torch.float32  # autocast runs it in fp32 on a GPU
     cast = logits if dtype is None else _cast("to", logits, dtype)
-    return cast if cast is NotImplemented else cast.with_step("log_softmax", -1)
+    return cast if cast is NotImplemented else cast.with_step(name, -1)
+
+
+_by_name("softmax log_softmax", _softmax)
+
+
+@_operation("kl_div")
+def _kl_div(log_probs: PendingLogits, target: Any, *, reduction: str = "mean", log_target: bool = False) -> Any:
+    """The terms of the divergence from a teacher, which have a sum; or that sum."""
+    divisors = {"none": 1, "sum": 1, "batchmean": log_probs.shape[0], "mean": log_probs.numel()}
+    pending = isinstance(target, type(log_probs)) and not target.computed and not target.requires_grad
+    if not pending or reduction not in divisors:
+        return NotImplemented
+    steps = "log_softmax", "log_softmax" if log_target else "softmax"
+    alike = (log_probs.shape, log_probs.autocast) == (target.shape, target.autocast)
+    if not alike or (log_probs.last_step, target.last_step) != steps:
+        return NotImplemented
+    terms = log_probs.with_step("kl_div", target, None, None, "none", log_target)
+    terms = terms.with_changes(dtype=torch.promote_types(log_probs.dtype, target.dtype))
+    return terms if reduction == "none" else _sum("sum", terms) / divisors[reduction]
 
 
 # --- Reductions: the engine computes them -----------------------------------------------------------------------------
 
 
 def _cross_entropy(
-    normalized: bool,
-    logits: PendingLogits,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: Any = None,
-    ignore_index: int = -100,
-    reduce: Any = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
+    name: str, logits: PendingLogits, target: Tensor, weight: Tensor | None = None, **options: Any
 ) -> Any:
     """``cross_entropy`` of logits; ``nll_loss``, which has no label smoothing, of log-probabilities."""
     class_indices = isinstance(target, Tensor) and target.dtype == torch.int64 and target.dim() == 1
-    right = reduction in ("mean", "sum", "none") and 0 <= label_smoothing <= 1
+    reduction, smoothing = options.get("reduction", "mean"), options.get("label_smoothing", 0.0)
+    right = reduction in ("mean", "sum", "none") and 0 <= smoothing <= 1
     right = right and (weight is None or weight.shape == logits.shape[-1:])  # otherwise torch says what is wrong
-    deprecated = size_average is not None or reduce is not None
-    if deprecated or not (class_indices and right) or len(logits.shape) != 2:
-        return NotImplemented
-    if logits.normalized != normalized or logits.negated:
+    known = logits.normalized == (name == "nll_loss") and not logits.negated and len(logits.shape) == 2
+    if not (class_indices and right and known):
         return NotImplemented
     logits.check()
     with logits.forward_autocast():
-        tensors = logits.hidden_states, logits.head, target, weight
-        loss = linear_cross_entropy(
-            *tensors, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
-        )
+        loss = linear_cross_entropy(logits.hidden_states, logits.head, target, weight, **options)
     # Autocast runs it in fp32.
     return loss if autocast_dtype(loss.device) is not None else loss.to(logits.dtype)
 
 
-_operation("cross_entropy")(partial(_cross_entropy, False))
-_operation("nll_loss")(partial(_cross_entropy, True))
+_by_name("cross_entropy nll_loss", _cross_entropy)
 
 
 @_operation("gather")
@@ -296,9 +306,8 @@ def _take_along_dim(logits: PendingLogits, indices: Tensor, dim: int) -> Any:
 @_operation("topk")
 def _topk(logits: PendingLogits, k: Any, dim: Any = -1, largest: bool = True, sorted: bool = True) -> Any:
     """The largest logits or log-probabilities, in descending order."""
-    if type(k) is not int or not 1 <= k <= logits.shape[-1]:
-        return NotImplemented
-    if not _is_vocabulary(logits, dim) or not largest or logits.negated or logits.ndim < 2:
+    known = type(k) is int and 1 <= k <= logits.shape[-1] and largest and not logits.negated and logits.ndim > 1
+    if not known or not _is_vocabulary(logits, dim):
         return NotImplemented
     values, statistics = _columns(logits, None, "selected_logps", selected=Largest(k), metrics=("columns",))
     return torch.return_types.topk((values, statistics.columns))
@@ -325,15 +334,14 @@ def _sum(
 ) -> Any:
     """``logsumexp``, ``mean`` or ``sum`` over the vocabulary; the last two over everything, too."""
     everything = dim is None and not keepdim and name != "logsumexp"
-    supported = everything or _is_vocabulary(logits, dim)
+    supported = (everything or _is_vocabulary(logits, dim)) and (name != "logsumexp" or not logits.normalized)
     if not supported or not (dtype or logits.dtype).is_floating_point:
         return NotImplemented
     statistic = "lse" if name == "logsumexp" else "mean_logp" if logits.normalized else "mean_logit"
-    if statistic == "lse" and logits.normalized:
-        return NotImplemented
+    statistic = "divergence" if logits.last_step == "kl_div" else statistic
     result = getattr(logits.statistics(None, statistic), statistic)
     result = -result if logits.negated else result
-    if name == "sum":
+    if name == "sum" and statistic != "divergence":
         result = result * logits.shape[-1]  # in the engine's dtype, which holds sums that half precision would round
         if dtype is None and result.is_cuda and torch.is_autocast_enabled("cuda"):
             dtype = torch.float32
@@ -342,5 +350,4 @@ def _sum(
     return (result[..., None] if keepdim else result).to(dtype or logits.dtype)
 
 
-for _name in ("logsumexp", "mean", "sum"):
-    _operation(_name)(partial(_sum, _name))
+_by_name("logsumexp mean sum", _sum)

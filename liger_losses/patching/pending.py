@@ -17,8 +17,9 @@ from torch import Tensor
 
 from liger_losses.caller import calling_line, warn
 from liger_losses.checks import see
-from liger_losses.chunked import Head, linear_statistics
+from liger_losses.chunked import Head, Teacher, linear_divergence, linear_statistics
 from liger_losses.kernels.autograd import autocast_dtype
+from liger_losses.kernels.divergence_forms import Divergence
 from liger_losses.patching.operations import compute
 
 
@@ -33,9 +34,9 @@ class PendingLogits:  # no dataclass: fully_shard would look for tensors in it, 
             the logits so far, as the engine applies them.
         dtype: of the logits, as the model computes them.
         autocast: the autocast dtype under which the head ran, or ``None``.
-        steps: casts, scales and the soft-cap as the model wrote them, in order, then a log-softmax and its negation:
-            the name of a tensor's method and its arguments. The values are computed by these, with the model's
-            rounding.
+        steps: casts, scales and the soft-cap as the model wrote them, in order, then a softmax, or a log-softmax and
+            its negation or the terms of its divergence from a teacher: the name of a tensor's method, or of a function,
+            and its arguments. The values are computed by these, with the model's rounding.
         product: computes the product of hidden states, where that is not the head's matrix and bias times them.
         aliases: one entry for each view of the same memory that torch would have made; shared by these.
 
@@ -74,6 +75,11 @@ class PendingLogits:  # no dataclass: fully_shard would look for tensors in it, 
     def normalized(self) -> bool:
         """Whether they are log-probabilities."""
         return ("log_softmax", -1) in self.steps
+
+    @property
+    def last_step(self) -> str:
+        """The name of the last step, if there is one."""
+        return self.steps[-1][0] if self.steps else ""
 
     @property
     def negated(self) -> bool:
@@ -152,17 +158,23 @@ class PendingLogits:  # no dataclass: fully_shard would look for tensors in it, 
             with torch.set_grad_enabled(self.requires_grad), self.forward_autocast():
                 logits = self.product(self.hidden_states) if self.product else linear(self.hidden_states, self.head)
                 for name, *args in self.steps:
-                    logits = getattr(logits, name)(*args)
+                    logits = (getattr(Tensor, name, None) or getattr(torch.nn.functional, name))(logits, *args)
             self.computed.append(logits.to(self.dtype))
         return self.computed[0]
 
     def statistics(self, labels: Tensor | None, *names: str, **options: Any) -> Any:
-        """:func:`linear_statistics` of these hidden states and this head; ``labels=None`` for those without labels."""
+        """:func:`linear_statistics` of these hidden states and this head, or their divergence, if these are its terms;
+        ``labels=None`` for those without labels."""
         self.check()
         if labels is None:
             labels = torch.zeros(self.shape[:-1], dtype=torch.int64, device=self.device)
         with self.forward_autocast():
-            return linear_statistics(self.hidden_states, self.head, labels, names, **options)
+            if self.last_step != "kl_div":
+                return linear_statistics(self.hidden_states, self.head, labels, names, **options)
+            logits = self.steps[-1][1]
+            logits.check()
+            teacher = Teacher(logits.hidden_states, logits.head)
+            return linear_divergence(self.hidden_states, self.head, labels, teacher, Divergence.forward_kl())
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or not hasattr(Tensor, name):

@@ -28,6 +28,7 @@ import torch.nn.functional as F
 
 from liger_losses.integrations.replacements import announce
 from tests.integrations.models import is_patched, llama
+from tests.models import without_logits
 from tests.project.test_docs import blocks_of
 from tests.reference import problem
 from tests.seam import engine_calls
@@ -427,9 +428,12 @@ def axolotl_losses():
 
 
 def llamafactory_losses():
-    """LLaMA-Factory's DFT and EAFT, from the source of their module, which would import all of it; and its ASFT, whose
-    equal takes no logits."""
+    """LLaMA-Factory's DFT and EAFT, from the source of their module, which would import all of it; and its ASFT in its
+    trainer, and a loss that equals it."""
+    import transformers
+
     from liger_losses import LigerFusedLinearKLLoss, Teacher, loss_inputs
+    from liger_losses.integrations import loading
 
     (folder,) = importlib.util.find_spec("llamafactory").submodule_search_locations
     names = "dft_loss_func", "_dft_cross_entropy", "eaft_loss_func", "_eaft_cross_entropy", "asft_loss_func"
@@ -442,9 +446,25 @@ def llamafactory_losses():
     expected = found["asft_loss_func"](model(ids), labels, reference(ids).logits)
     inputs, (head, states, _) = (loss_inputs(m, input_ids=ids, labels=labels) for m in (model, reference))
     loss, _ = LigerFusedLinearKLLoss(1.0, 0.1, token_scaling="probability")(*inputs, Teacher(states, head))
-    torch.testing.assert_close(loss, expected)
+    compute = functions_of(
+        pathlib.Path(folder, "train", "sft", "trainer.py"),
+        ("compute_loss",),
+        {**found, "override": lambda method: method},
+    )
+    methods = {"compute_loss": compute["compute_loss"], "finetuning_args": mock.Mock(use_asft_loss=True)}
+    trainer_class = type("CustomSeq2SeqTrainer", (transformers.Trainer,), methods)
+    with tempfile.TemporaryDirectory() as folder, loading.patched_loading():
+        patched = type(model)._from_config(model.config)
+        patched.load_state_dict(model.state_dict())
+        trainer = trainer_class(patched, transformers.TrainingArguments(folder, report_to=[], use_cpu=True))
+        trainer.compute_loss_func, trainer.ref_model = found["asft_loss_func"], type(model)._from_config(model.config)
+        trainer.ref_model.load_state_dict(reference.state_dict())
+        with without_logits():
+            of_trainer = trainer.training_step(patched, {"input_ids": ids, "labels": labels})
+    torch.testing.assert_close([loss, of_trainer], [expected, expected.detach()])
     pair = [torch.autograd.grad(value, list(model.parameters())) for value in (loss, expected)]
     torch.testing.assert_close(*pair, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(tuple(p.grad for p in patched.parameters()), pair[1], rtol=1e-4, atol=1e-6)
 
 
 def axolotl():

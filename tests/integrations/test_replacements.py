@@ -34,7 +34,7 @@ def framework(tmp_path, monkeypatch):
 
 
 def replacements(*places):
-    return Replacements("Pytest", pytest.__version__, "everything", *places)
+    return Replacements("Pytest", pytest.__version__, *places)
 
 
 def test_names_are_replaced_when_they_are_imported(framework):

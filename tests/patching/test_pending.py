@@ -43,6 +43,11 @@ def chosen(logits, labels):
     return logits.log_softmax(-1).gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1).sum()
 
 
+def taught(logits):
+    """A teacher's logits, which have no gradient."""
+    return logits[:, torch.arange(T - 1, -1, -1)].detach() * 0.7
+
+
 #: Some of them twice in a row.
 SEVERAL = torch.tensor([[0, 3, 3, 12], [5, 4, 1, 5], [2, 7, 8, 9]])[torch.arange(B * T) % 3].view(B, T, 4)
 
@@ -80,6 +85,12 @@ PENDING = {
     "moved": lambda z, y: F.cross_entropy(z.transpose(0, 1).reshape(-1, V), y.t().reshape(-1)),
     "split": lambda z, y: sum(chosen(a, b) for a, b in zip(z.split(2), y.split(2), strict=True)),
     "indexed": lambda z, y: chosen(z[:, torch.tensor([3, 1])], y[:, [3, 1]]) + chosen(z[1], y[1]),
+    "divergence": lambda z, y: (
+        F.kl_div(z.log_softmax(-1), taught(z).softmax(-1), reduction="none").sum(-1).square().sum()
+    ),
+    "mean divergence": lambda z, y: nn.KLDivLoss(reduction="batchmean", log_target=True)(
+        F.log_softmax(z.view(-1, V), -1), F.log_softmax(taught(z).view(-1, V), -1)
+    ),
     "two products": lambda z, y: chosen(z + z, y) if not isinstance(z, PendingLogits) else chosen(z + z.clone(), y),
 }
 
@@ -104,9 +115,24 @@ EAGER = {
     "largest": lambda z, y: z.topk(4).values.square().sum(),
     "max": lambda z, y: z.max(-1).values.sum(),
     "several columns": lambda z, y: z.log_softmax(-1).gather(-1, y.clamp(min=0)[..., None].expand(-1, -1, 2)).sum(),
+    "deprecated arguments": lambda z, y: (
+        F.cross_entropy(z.view(-1, V), y.view(-1), size_average=False)
+        + F.kl_div(z.log_softmax(-1), taught(z).softmax(-1), reduce=False).square().sum()
+    ),
     "soft labels": lambda z, y: F.cross_entropy(z.view(-1, V), z.detach().view(-1, V).softmax(-1)),
     "classes in the middle": lambda z, y: F.cross_entropy(z.transpose(1, 2), y),
     "softmax of other dimensions": lambda z, y: z.log_softmax(1).sum() + z.logsumexp((0, 2)).sum(),
+    "terms of a divergence": lambda z, y: (
+        F.kl_div(z.log_softmax(-1), taught(z).softmax(-1), reduction="none").logsumexp(-1).sum()
+        + F.kl_div(z.log_softmax(-1), taught(z).softmax(-1), reduction="none")[:, 1:].sum()
+    ),
+    "other divergences": lambda z, y: (
+        F.kl_div(z.log_softmax(-1), (z * 0.5).log_softmax(-1), reduction="sum", log_target=True)
+        + F.kl_div(-z.log_softmax(-1), taught(z).softmax(-1), reduction="sum")
+        + F.kl_div(z.log_softmax(-1), taught(z), reduction="sum", log_target=True)
+        + F.kl_div(z.log_softmax(-1), taught(z).softmax(-1), reduction="sum", log_target=True)
+    ),
+    "probabilities": lambda z, y: (taught(z).softmax(-1).gather(-1, SEVERAL) * z.gather(-1, SEVERAL)).sum(),
     "negative scale": lambda z, y: (z * -1.0).tanh().mul(-2.0).logsumexp(-1).sum(),
 }
 #: The same in other words, and at the ends of dimensions.
@@ -166,6 +192,8 @@ def test_it_looks_like_logits():
     assert not logits.detach().requires_grad
     assert repr(logits) == f"PendingLogits(shape=({B}, {T}, {V}), dtype=torch.bfloat16, device=cpu)"
     assert torch.equal(logits.argmax(-1), F.linear(hidden, weight, bias).argmax(-1))
+    wide = logits.detach().float().softmax(-1)
+    assert F.kl_div(logits.log_softmax(-1), wide, reduction="sum").dtype == torch.float32
     with pytest.raises(AttributeError, match="PendingLogits has no attribute 'softmx'"):
         _ = logits.softmx
 
@@ -197,6 +225,9 @@ def test_autocast_is_the_heads():
     outside = pending(hidden, weight, bias)
     with torch.autocast("cpu", torch.bfloat16):
         values = outside.values()
+        other = pending(hidden, weight, bias).detach().softmax(-1)
+    with pytest.warns(RuntimeWarning, match="kl_div"):  # products of two dtypes
+        F.kl_div(pending(hidden, weight, bias).log_softmax(-1), other, reduction="sum")
     torch.testing.assert_close(values, F.linear(hidden, weight, bias))
 
 

@@ -281,7 +281,7 @@ _by_name("cross_entropy nll_loss", _cross_entropy)
 @_operation("gather")
 def _gather(logits: PendingLogits, dim: int, index: Tensor) -> Any:
     """Logits or log-probabilities of some columns: ``logit = logp + lse``."""
-    if not _is_vocabulary(logits, dim) or index.shape[:-1] != logits.shape[:-1]:
+    if not _is_vocabulary(logits, dim) or index.shape[:-1] != logits.shape[:-1] or not index.shape[-1]:
         return NotImplemented
     if index.shape[-1] > 1:
         return _columns(logits, None, "selected_logps", selected=index.long())[0]

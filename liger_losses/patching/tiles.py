@@ -60,14 +60,8 @@ def _compute_tiled(compute: Compute, module: nn.Module, x: Tensor, tokens: int) 
     if reason is not None:
         warn_once(f"An MLP is not computed in tiles in training: {reason}.")
         return compute(module, x)
-    rows = x.detach().reshape(1, -1, x.shape[-1])
-    with torch.no_grad():
-        like = compute(module, rows[:, :0])
-    out: Tensor = _Tiled.apply([*weights], (compute, module, tokens), like, x, *weights.values())
-    with torch.no_grad():
-        places = out.view(1, -1, out.shape[-1])
-        for start in range(0, rows.shape[1], tokens):
-            places[:, start : start + tokens] = compute(module, rows[:, start : start + tokens])
+    x = _SavedFirst.apply(x, *weights.values())
+    out: Tensor = _Tiled.apply([*weights], x.grad_fn, (compute, module, tokens), x, *weights.values())
     if autocast_dtype(x.device) is not None:
         torch.clear_autocast_cache()  # older torch gives later layers weights that were cast without gradients
     return out
@@ -76,25 +70,42 @@ def _compute_tiled(compute: Compute, module: nn.Module, x: Tensor, tokens: int) 
 outside_graphs(globals(), "_compute_tiled")  # torch.compile cannot trace the backward
 
 
-class _Tiled(torch.autograd.Function):
-    """Returns memory for the output, as wide as ``like``, and saves what backward needs before anything is computed.
+class _SavedFirst(torch.autograd.Function):
+    """Saves what backward needs before anything is computed.
 
     Activation checkpointing recomputes a layer only up to the last tensor that it saved.
     """
 
     @staticmethod
-    def forward(ctx: Any, names: list[str], call: tuple[Any, ...], like: Tensor, x: Tensor, *weights: Tensor) -> Tensor:
-        ctx.names, ctx.call = names, call
+    def forward(ctx: Any, x: Tensor, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(x, *weights)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, *[None] * (len(ctx.needs_input_grad) - 1)
+
+
+class _Tiled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, names: list[str], saved_first: Any, call: tuple[Any, ...], x: Tensor, *_: Any) -> Tensor:
+        ctx.names, ctx.saved_first, ctx.call = names, saved_first, call
         # For dropout.
         ctx.cast, ctx.random_states = autocast_dtype(x.device), (torch.get_rng_state(), *get_device_states(x))
-        ctx.save_for_backward(x, *weights)
-        return like.new_empty(*x.shape[:-1], like.shape[-1])
+        (compute, module, tokens), out, places = call, x, x
+        for number, tile in enumerate(x.detach().reshape(1, -1, x.shape[-1]).split(tokens, 1)):
+            part = compute(module, tile)
+            if number == 0:  # its width and dtype are the output's: layers may fail on no tokens
+                out = part.new_empty(*x.shape[:-1], part.shape[-1])
+                places = out.view(1, -1, part.shape[-1])
+            places[:, number * tokens : (number + 1) * tokens] = part
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        needs_x, (compute, module, tokens) = ctx.needs_input_grad[3], ctx.call
-        saved, *weights = ctx.saved_tensors
+        needs_x, (compute, module, tokens) = ctx.saved_first.needs_input_grad[0], ctx.call
+        saved, *weights = ctx.saved_first.saved_tensors
         # Without the hooks of the parameters, which autograd calls with what is returned to it.
         leaves = [weight.detach().requires_grad_() for weight in weights]
         named = dict(zip(ctx.names, leaves, strict=True))

@@ -173,6 +173,17 @@ def test_tiles_within_others(way):
     check_same(results(tiled(plain), inputs(2, 13), ours), results(plain, inputs(2, 13), theirs))
 
 
+def test_layers_are_called_for_each_tile_and_no_others():
+    """Not without tokens: hooks and layers of 8 bits may take the largest entry of what they get."""
+    ours, tokens = tiled(made()), []
+    for layer in (ours.gate_proj, ours.down_proj):
+        layer.register_forward_hook(lambda layer, args, out: tokens.append(out.shape[1]))
+    out = ours(inputs(13))
+    assert tokens == [4, 4, 4, 4, 4, 4, 1, 1]
+    out.sum().backward()
+    assert tokens[8:] == tokens[:8]
+
+
 def test_under_what_hooks_modules():
     with FlopCounterMode(display=False) as counter:
         tiled(made())(inputs(16)).sum().backward()

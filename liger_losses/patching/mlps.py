@@ -7,9 +7,9 @@ grouped matrix products and call their method ``_apply_gate`` on the output of t
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -29,24 +29,22 @@ class Gate:
 
     Attributes:
         layout: where the gate is: ``first`` or ``second`` of two tensors or halves, or ``interleaved`` with ``up``.
-        activation, limit, alpha, up_offset: as in :func:`~liger_losses.layers.glu.glu`.
+        options: keyword arguments of :func:`~liger_losses.layers.glu.glu`, the activation and the limit first.
     """
 
     layout: str
-    activation: str
-    limit: float | None = None
-    alpha: float = 1.0
-    up_offset: float = 0.0
+    options: tuple[tuple[str, Any], ...]
 
     def __str__(self) -> str:
-        return self.activation if self.limit is None else f"{self.activation}, limit {self.limit:g}"
+        (_, activation), (_, limit), *_ = self.options
+        return f"{activation}" if limit is None else f"{activation}, limit {limit:g}"
 
     def compute(self, *inner: Tensor, backend: str | None = None) -> Tensor:
         """The product of gate and up, given as two tensors or as one that holds both."""
         gate, up = self.parts(inner)
         if up is None:
-            return glu_fused(gate, backend=backend, interleaved=self.layout == "interleaved", **self.formula)
-        return glu(gate, up, backend=backend, **self.formula)
+            return glu_fused(gate, backend=backend, interleaved=self.layout == "interleaved", **dict(self.options))
+        return glu(gate, up, backend=backend, **dict(self.options))
 
     def parts(self, inner: Sequence[Any]) -> tuple[Any, Any]:
         """Gate and up, tensors or layers; or one that holds both as the kernels take it, and None."""
@@ -54,11 +52,6 @@ class Gate:
             return inner[0], None
         first, second = inner if len(inner) == 2 else inner[0].chunk(2, -1)
         return (second, first) if self.layout == "second" else (first, second)
-
-    @cached_property
-    def formula(self) -> dict[str, Any]:
-        """The arguments of :func:`~liger_losses.layers.glu.glu`."""
-        return {name: getattr(self, name) for name in ("activation", "limit", "alpha", "up_offset")}
 
 
 @dataclass(frozen=True)
@@ -99,14 +92,14 @@ class GatedMLP(Replacement):
     def compute(self, module: Any, x: Tensor, backend: str | None = None) -> Tensor:
         """The output; where all layers are plain ones, backward writes over the outputs of the inner ones."""
         layers, gate = [getattr(module, name) for name in (*self.inner, self.down)], self.gate
-        interleaved, formula = gate.layout == "interleaved", gate.formula
+        options = {"interleaved": gate.layout == "interleaved", **dict(gate.options)}
         *linears, linear = map(plain_linear, layers)
         if linear is not None and all(linears) and not (len(linears) == 1 and gate.layout == "second"):
-            return glu_mlp(x, *gate.parts(linears), linear, interleaved=interleaved, **formula)
+            return glu_mlp(x, *gate.parts(linears), linear, **options)
         inner = [layer(x) for layer in layers[:-1]]
         if linear is not None and is_plain(*inner):
             # Does not save the product.
-            return glu_linear(*gate.parts(inner), *linear, interleaved=interleaved, **formula)
+            return glu_linear(*gate.parts(inner), *linear, **options)
         return layers[-1](gate.compute(*inner, backend=backend))
 
     @classmethod
@@ -225,7 +218,6 @@ def _gates(module: nn.Module, tensors: int) -> Iterator[Gate]:
     for layout in ("first", "second") if tensors == 2 else ("first", "second", "interleaved"):
         for limit in (None, *(number for number in probing.floats_of(module) if number > 0)):
             for activation in ("silu", "gelu", "gelu_tanh"):
-                yield Gate(layout, activation, limit)
-            for alpha in probing.floats_of(module) if limit is not None else ():
-                for up_offset in (0.0, 1.0):
-                    yield Gate(layout, "silu", limit, alpha, up_offset)
+                yield Gate(layout, (("activation", activation), ("limit", limit)))
+            for alpha, offset in itertools.product(probing.floats_of(module) if limit is not None else (), (0.0, 1.0)):
+                yield Gate(layout, (("activation", "silu"), ("limit", limit), ("alpha", alpha), ("up_offset", offset)))

@@ -32,8 +32,8 @@ class Rotation:
     Attributes:
         tensors: 2 if it takes queries and keys, 1 if it takes one of them at a time.
         interleaved: as in :func:`~liger_losses.layers.rope.rope`.
-        angles: how it widens cos and sin: ``full`` for not at all; else it repeats each angle of their width or of the
-            first half of it (``all``, ``half``), side by side or one after the other (``pairs``, ``halves``).
+        angles: what it takes of cos and sin: ``full`` for what they are; ``all`` or ``half`` for each of their angles,
+            or those of the first half, for both elements of a pair.
         sorted: whether it moves the first elements of all pairs before the second ones.
         cast_back: whether its results have the dtypes of q and k even if cos and sin have a wider one.
     """
@@ -56,17 +56,15 @@ class Rotation:
         # The kernel takes two; the second one may have no heads.
         q, k = tensors if self.tensors == 2 else (tensors[0], tensors[0].narrow(unsqueeze_dim, 0, 0))
         if self.angles != "full":
-            cos, sin = _angles(cos, self.angles), _angles(sin, self.angles)
+            cos, sin = self._angles(cos), self._angles(sin)
         rotated = rope(q, k, cos, sin, interleaved=self.interleaved, unsqueeze_dim=unsqueeze_dim, backend=backend)
         if self.cast_back:
             rotated = rotated[0].to(heads[0].dtype), rotated[1].to(heads[-1].dtype)
         return rotated if self.tensors == 2 else rotated[0]
 
-
-def _angles(x: Tensor, form: str) -> Tensor:
-    which, order = form.split(" ")
-    x = x[..., : x.shape[-1] // 2] if which == "half" else x
-    return x.repeat_interleave(2, -1) if order == "pairs" else torch.cat((x, x), -1)
+    def _angles(self, x: Tensor) -> Tensor:
+        x = x[..., : x.shape[-1] // 2] if self.angles == "half" else x
+        return x.repeat_interleave(2, -1) if self.interleaved else torch.cat((x, x), -1)
 
 
 def _with_signature(function: Any) -> Any:
@@ -82,8 +80,7 @@ def match(function: Callable[..., Any]) -> Rotation:
     needs_more = any(defaults[name] is probing.REQUIRED for name in names[tensors + 2 :])
     if tensors not in (1, 2) or names[tensors + 1 : tensors + 2] != ["sin"] or needs_more:
         raise Mismatch(f"it takes {', '.join(names)}, not one or two tensors, cos and sin")
-    angles, either = ("full", "half pairs", "half halves", "all pairs", "all halves"), (False, True)
-    candidates = (Rotation(tensors, *form) for form in itertools.product(either, angles, either, either))
+    forms = itertools.product((False, True), ("full", "half", "all"), (False, True), (False, True))
     unsqueeze_dims = (1, 2) if "unsqueeze_dim" in names else (1,)
     cases = list[Case]()
     for unsqueeze_dim, name in itertools.product(unsqueeze_dims, _CASES):
@@ -91,7 +88,7 @@ def match(function: Callable[..., Any]) -> Rotation:
             cases.append(_case(function, tensors, unsqueeze_dim, name))
     if not any(case.name in _ANGLES_PER_SEQUENCE for case in cases):
         raise Mismatch("it does not take [batch, heads, tokens, size] with cos and sin of [batch, tokens, size]")
-    return probing.first_match(candidates, cases)
+    return probing.first_match((Rotation(tensors, *form) for form in forms), cases)
 
 
 _F32, _B16 = torch.float32, torch.bfloat16

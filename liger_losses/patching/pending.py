@@ -22,6 +22,9 @@ from liger_losses.kernels.autograd import autocast_dtype
 from liger_losses.kernels.divergence_forms import Divergence
 from liger_losses.patching.operations import compute
 
+#: What shape and dtype say.
+_OF_SHAPE = {"dim", "element_size", "is_floating_point", "ndim", "nelement", "numel", "size"}
+
 
 class PendingLogits:  # no dataclass: fully_shard would look for tensors in it, hook and cast them
     """Hidden states, the head that multiplies them, and what was done to the logits since.
@@ -101,20 +104,6 @@ class PendingLogits:  # no dataclass: fully_shard would look for tensors in it, 
         """Whether one of the tensors requires a gradient."""
         return any(tensor.requires_grad for tensor in self.tensors)
 
-    def dim(self) -> int:
-        """The number of dimensions."""
-        return len(self.shape)
-
-    ndim = property(dim)
-
-    def size(self, dim: int | None = None) -> Any:
-        """The shape, or one of its entries."""
-        return self.shape if dim is None else self.shape[dim]
-
-    def numel(self) -> int:
-        """The number of logits."""
-        return self.shape.numel()
-
     def with_rows(self, hidden_states: Tensor, **changes: Any) -> PendingLogits:
         """The logits of other tokens, a view: an operation on the token dimensions, applied to the hidden states."""
         self.aliases.append(None)
@@ -179,6 +168,8 @@ class PendingLogits:  # no dataclass: fully_shard would look for tensors in it, 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or not hasattr(Tensor, name):
             raise AttributeError(f"PendingLogits has no attribute {name!r}")
+        if name in _OF_SHAPE:
+            return getattr(torch.empty(self.shape, dtype=self.dtype, device="meta"), name)
         function = getattr(Tensor, name)
         if not callable(function):
             return getattr(self.values(name), name)

@@ -84,10 +84,10 @@ def _on_tokens(name: str, logits: PendingLogits, *args: Any, **kwargs: Any) -> A
         views, rows = (getattr(tensor, name)(*args, **kwargs) for tensor in (like, hidden_states))
     except (RuntimeError, IndexError):  # sizes of the vocabulary, which hidden states do not have, or wrong arguments
         return NotImplemented
-    several = isinstance(rows, tuple)
+    width, several = hidden_states.shape[-1:], isinstance(rows, tuple)
     pairs = list(zip(views, rows, strict=False)) if several else [(views, rows)]
     for view, part in pairs:
-        last = view.shape[-1:] == (size,) and view.stride(-1) == 1 != size
+        last = view.shape[-1:] == (size,) and part.shape[-1:] == width and view.stride(-1) == 1 != size
         if not last or view.dim() < 2 or view.shape[:-1] != part.shape[:-1]:
             return NotImplemented
     parts = tuple(logits.with_rows(part) for _, part in pairs)

@@ -76,8 +76,8 @@ class PendingLogits:  # no dataclass: fully_shard would look for tensors in it, 
 
     @property
     def normalized(self) -> bool:
-        """Whether they are log-probabilities."""
-        return ("log_softmax", -1) in self.steps
+        """Whether they are log-probabilities, or probabilities."""
+        return ("log_softmax", -1) in self.steps or self.last_step == "softmax"
 
     @property
     def last_step(self) -> str:

@@ -132,7 +132,10 @@ EAGER = {
         + F.kl_div(z.log_softmax(-1), taught(z), reduction="sum", log_target=True)
         + F.kl_div(z.log_softmax(-1), taught(z).softmax(-1), reduction="sum", log_target=True)
     ),
-    "probabilities": lambda z, y: (taught(z).softmax(-1).gather(-1, SEVERAL) * z.gather(-1, SEVERAL)).sum(),
+    "probabilities": lambda z, y: (
+        (taught(z).softmax(-1).gather(-1, SEVERAL) * z.gather(-1, SEVERAL)).sum()
+        + (z + taught(z).softmax(-1)).logsumexp(-1).sum()
+    ),
     "negative scale": lambda z, y: (z * -1.0).tanh().mul(-2.0).logsumexp(-1).sum(),
 }
 #: The same in other words, and at the ends of dimensions.
@@ -150,6 +153,7 @@ SPELLINGS = [
     lambda z, y: z.gather(-1, torch.zeros(B, T, 0, dtype=torch.long)).sum() + z.logsumexp(-1).sum(),
     lambda z, y: z[..., :0].sum() + z.narrow(0, -2, 2).logsumexp(-1).sum(),
     lambda z, y: z.split([V - 1, 1], -1)[0].logsumexp(-1).sum() + z.unbind(-1)[1].sum(),
+    lambda z, y: z[..., :3].split(3, -1)[0].logsumexp(-1).sum(),
 ]
 
 

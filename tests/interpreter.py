@@ -66,8 +66,9 @@ def faster():
     def convert_float(data, source, target, rounding):
         if (source.name, target.name) == ("bf16", "fp32"):
             return data.astype("uint32") << 16
-        if (source.name, target.name, rounding) == ("fp32", "bf16", None):
-            return (data.view("uint32") >> 16).astype("uint16")
+        if (source.name, target.name, rounding) == ("fp32", "bf16", None):  # to the nearest, as a GPU
+            bits = data.view("uint32")
+            return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype("uint16")
         return convert(data, source, target, rounding)
 
     def init_tensor(tensor, handle, type):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -71,9 +70,12 @@ def terms(
     # In fp64 within a smaller radius, where the omitted terms are below its rounding.
     near = d.abs() < series.radius * (0.04 if d.dtype == torch.float64 else 1.0)
     d, q = d.clamp(-series.radius, series.radius), (series.power * log_q).exp()
-    return tuple(  # type: ignore[return-value]
-        torch.where(near, q * _polynomial(coefficients, d), far) for coefficients, far in ((series.f, f), (series.h, h))
-    )
+    both, *others = map(complex, series.f[::-1], series.h[::-1])  # as one number, in half the operations
+    total = torch.full_like(d, both, dtype=d.dtype.to_complex())
+    for both in others:
+        total.mul_(d).add_(both)
+    total *= q
+    return torch.where(near, total.real, f), torch.where(near, total.imag, h)
 
 
 def summed_terms(
@@ -82,13 +84,6 @@ def summed_terms(
     """The sum of f over each row, ``[...]``, and h of every entry ``[..., C]``."""
     f, h = terms(divergence, log_p, log_q, parameter)
     return f.sum(-1), h
-
-
-def _polynomial(coefficients: Sequence[float], d: Tensor) -> Tensor:
-    total = torch.full_like(d, coefficients[-1])
-    for coefficient in reversed(coefficients[:-1]):
-        total = total.mul_(d).add_(coefficient)
-    return total
 
 
 @jit

@@ -19,10 +19,13 @@ from liger_losses.kernels.logit_transform import LogitTransform, capped_tanh, in
 class Selected(NamedTuple):
     """Columns of each token whose log-probabilities have derivatives, of which some may be the same, or the label."""
 
-    out: Tensor  # [N, V], exponentials
-    columns: Tensor  # [N, k + 1] int64: these, and the label
-    logps: Tensor  # [N, k]
-    upstream: Tensor  # [N, k], the loss's derivatives by these
+    out: Tensor | None = None  # [N, V], exponentials
+    stride: int = 0  # of its rows
+    labels: Tensor | None = None  # [N] int64
+    columns: Tensor | None = None  # [N, k] int64, contiguous as the others
+    logps: Tensor | None = None  # [N, k]
+    upstream: Tensor | None = None  # [N, k], the loss's derivatives by these
+    width: int = 0  # k
 
 
 def gradient_scales(
@@ -32,7 +35,7 @@ def gradient_scales(
     hidden: Tensor | None = None,
     transform: LogitTransform = LogitTransform(),
     here: Tensor | None = None,
-    selected: Selected | None = None,
+    selected: Selected = Selected(),
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The factors of products with exponentials, from ``d loss / d z = (of_lse - of_logp) p + of_logp onehot``.
 
@@ -58,16 +61,10 @@ def gradient_scales(
     if tokens := scale.shape[0]:
         sizes = (0, 0) if hidden is None else (hidden.stride(0), hidden.shape[1])
         vectors = [None if g is None else g.contiguous() for g in (of_logp, of_lse)]
-        at_columns, of_columns, count = scale, list[Tensor | None]([None] * 3), 0
-        if selected is not None:
-            of_columns, count = [part.contiguous() for part in selected[1:]], selected.logps.shape[1]
-            at_columns = torch.empty_like(selected.columns, dtype=scale.dtype)
         _scales_kernel[(tokens,)](
-            scale, at_label, scaled, hidden, *sizes, *vectors, *values[:3], here, at_columns, *of_columns, count,
-            transform.for_kernel, BLOCK=1024, BLOCK_K=min(power_of_two(count + 1), 32),
+            scale, at_label, scaled, hidden, *sizes, *vectors, *values[:3], here, *selected,
+            transform.for_kernel, BLOCK=1024, BLOCK_K=min(power_of_two(selected.width + 1), 32),
         )  # fmt: skip
-        if selected is not None:
-            selected.out.scatter_(1, selected.columns, at_columns.to(selected.out.dtype))
     return scale, at_label, scaled
 
 
@@ -80,13 +77,13 @@ def expm1(x):
 
 #: Arguments whose alignment is no reason to compile again: slices of vectors begin anywhere.
 _VECTORS = ["offset", "lse", "logp", "of_logp", "of_lse", "at_label_out", "here", "hidden"]
-_VECTORS += ["at_columns", "columns", "logps", "upstream"]
+_VECTORS += ["out", "labels", "columns", "logps", "upstream"]
 
 
 @jit(do_not_specialize=["count"], do_not_specialize_on_alignment=_VECTORS)
 def _scales_kernel(
     scale_out, at_label_out, scaled, hidden, hidden_stride, hidden_size,
-    of_logp, of_lse, offset, lse, logp, here, at_columns, columns, logps, upstream, count, transform,
+    of_logp, of_lse, offset, lse, logp, here, out, out_stride, labels, columns, logps, upstream, count, transform,
     BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One program per token."""
@@ -126,18 +123,20 @@ def _scales_kernel(
     tl.store(scale_out + row, s)
     if upstream is not None:
         at_label = 0.0
-        columns += row * (count + 1)
-        label = tl.load(columns + count)
+        label = tl.load(labels + row).to(tl.int32)
         for start in range(0, count + 1, BLOCK_K):
             at = start + tl.arange(0, BLOCK_K)
-            column = tl.load(columns + at, mask=at <= count, other=-1)
-            total = tl.zeros((BLOCK_K,), tl.float32)
+            column = tl.load(columns + row * count + at, mask=at < count, other=-1).to(tl.int32)
+            column = tl.where(at == count, label, column)
+            same = tl.zeros((BLOCK_K, BLOCK_K), tl.float32)
             for first in range(0, count + 1, BLOCK_K):  # of all that are the same column
                 others = first + tl.arange(0, BLOCK_K)
                 g = tl.load(upstream + others, mask=others < count, other=0.0)
                 g = tl.where(others == count, label_c, g)
-                same = tl.load(columns + others, mask=others <= count, other=-1)[None, :] == column[:, None]
-                total += tl.sum(tl.where(same, g[None, :], 0.0), 1)
+                other = tl.load(columns + row * count + others, mask=others < count, other=-1).to(tl.int32)
+                other = tl.where(others == count, label, other)
+                same += tl.where(other[None, :] == column[:, None], g[None, :], 0.0)
+            total = tl.sum(same, 1)
             log_p = tl.load(logps + row * count + at, mask=at < count, other=0.0)
             log_p = tl.where(column == label, row_logp, log_p)
             there = tl.where(log_p > -0.7, (p_c + total) + p_c * expm1(log_p), p_c * tl.exp(log_p) + total)
@@ -145,7 +144,8 @@ def _scales_kernel(
             if transform.cap is not None:
                 tanh = capped_tanh(log_p + row_lse, transform, inverse)
                 there *= 1 - tanh * tanh
-            tl.store(at_columns + row * (count + 1) + at, there, mask=at <= count)
+            # Of a column that is there twice, the same number is stored twice.
+            tl.store(out + row * out_stride + column, there.to(out.dtype.element_ty), mask=at <= count)
     tl.store(at_label_out + row, at_label)
     if hidden is not None:
         for start in range(0, hidden_size, BLOCK):

@@ -84,7 +84,7 @@ class ExponentialBlock:
         columns = linear_exponentials(*arguments, labels, exponentials_of(values), epilogue_of(part), out, k)
         if isinstance(part.selected, Tensor):
             columns = part.selected
-            out.gather(1, columns)  # an error of a column outside of the vocabulary, as the core's
+            out[:1].expand(count, size).gather(1, columns)  # an error of a column outside of the vocabulary
         if columns is not None:
             logits = logits_of_columns(*arguments, columns, epilogue_of(part))
             values["selected_logps"] = logits - values["lse"][:, None]
@@ -101,7 +101,8 @@ class ExponentialBlock:
     ) -> Tensor | None:
         """Add the gradients of weight and bias; return that of the hidden states ``[R, H]``, if they need one."""
         hidden, at_label = self.add_products(upstream, grads)
-        add_label_terms(self.part, at_label, grads)
+        if "selected_logps" not in upstream:  # of which the labels' terms are among the exponentials
+            add_label_terms(self.part, at_label, grads)
         return hidden
 
     def add_products(self, upstream: dict[str, Tensor], grads: Gradients) -> tuple[Tensor | None, Tensor]:
@@ -110,10 +111,10 @@ class ExponentialBlock:
         e, labels, here = self.memory[:, : weights.columns], values["place"], values.get("here")
         if here is not None:
             values = values | {"logp": values["logp here"]}
-        selected, of_selected = None, upstream.get("selected_logps")
-        if of_selected is not None:
-            columns = torch.cat([part.selected, labels[:, None]], 1)
-            selected = Selected(e, columns, values["selected_logps"], of_selected)
+        selected, of_columns = Selected(), upstream.get("selected_logps")
+        if of_columns is not None:
+            columns, logps, of_columns = part.selected.contiguous(), values["selected_logps"], of_columns.contiguous()
+            selected = Selected(e, e.stride(0), labels, columns, logps, of_columns, logps.shape[1])
         scale, at_label, scaled = gradient_scales(
             upstream.get("logp"),
             upstream.get("lse"),
@@ -200,7 +201,8 @@ def planned(call: Signature) -> Plan | None:
     """Of losses of single tokens whose blocks are few, or of others that keep them."""
     if not serves(call):
         return None
-    parts = MOST_PARTS if "selected_logps" in call.statistics else BLOCKS
+    of_columns = "selected_logps" in call.statistics
+    parts = MOST_PARTS if of_columns else BLOCKS
     call = replace(call, statistics=call.statistics - {"selected_logps"})  # whose gradients are no further rows
     if call.workspace is not None and call.workspace < least_bytes(call, row_bytes(call)):
         return None  # not even one row fits; the core, whose rows are longer, says so
@@ -211,6 +213,6 @@ def planned(call: Signature) -> Plan | None:
         return plan
     if -(-call.trained // plan.block_tokens) > parts and call.trains_weight:
         return None
-    if plan.block_tokens >= call.tokens or not call.trains_weight:
+    if plan.block_tokens >= call.tokens or not call.trains_weight or of_columns:
         return plan
     return plan._replace(tokens=call.tokens, collected=LabelTerms)

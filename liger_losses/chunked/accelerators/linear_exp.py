@@ -12,7 +12,7 @@ with the log-sum-exp as offset; the device decides that, without a synchronizati
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,8 +28,7 @@ from liger_losses.chunked.accelerators.tiles import (
     tiles_of,
     with_contiguous_rows,
 )
-from liger_losses.chunked.core.rows import largest
-from liger_losses.kernels._triton import jit, tl
+from liger_losses.kernels._triton import jit, power_of_two, tl
 from liger_losses.kernels.logit_transform import Epilogue, capped_tanh, inverse_temperature, transform_block
 from liger_losses.kernels.online_softmax import Sums, log1p
 
@@ -100,10 +99,8 @@ def linear_exponentials(
     maxima = torch.empty(2 * column_tiles, tokens, dtype=torch.float32, device=hidden.device) if k else None
     arguments |= {"labels": labels, "partial": partial, "logit_sums": logit_sums, "moments": moments, "maxima": maxima}
     arguments["group"] = _GROUP
-    sums, product = (
-        Sums(moment=None if moments is None else 1),
-        _exponentials_kernel[(min(programs, row_tiles * column_tiles),)],
-    )
+    sums = Sums(moment=None if moments is None else 1)
+    product = _exponentials_kernel[(min(programs, row_tiles * column_tiles),)]
     product(**arguments, offset=label_logit, needed=None)
     flags = hidden.new_zeros(2 + tokens, dtype=torch.int32)  # allocated once the product is queued
     _row_exponentials_kernel[(-(-tokens // _ROWS),)](
@@ -116,20 +113,57 @@ def linear_exponentials(
     merge_sums(again, of_splits, columns, sums, flags=flags, label_logit=label_logit, offset=values.offset)
     if out is not None:
         product(**arguments, offset=values.offset, needed=flags)
-    return None if maxima is None else _largest(out, labels, values, maxima, arguments["BLOCK_V"] // 2, k)
+    if out is None or maxima is None:
+        return None
+    largest, width, most = labels.new_empty(tokens, k), arguments["BLOCK_V"] // 2, power_of_two(k)
+    _largest_kernel[(tokens,)](
+        largest, out, out.stride(0), maxima, labels, *values[:3], tokens, columns, len(maxima), k,
+        TILES=power_of_two(len(maxima)), WIDTH=width, MOST=most, num_warps=min(max(most * width // 1024, 4), 16),
+    )  # fmt: skip
+    return largest
 
 
-def _largest(e: Any, labels: Tensor, values: Any, maxima: Tensor, width: int, k: int) -> Tensor:
-    """The columns of the k largest, which are in the k half tiles whose maxima are largest, or in no whole one."""
-    whole, label, of_label = e.shape[1] // width, labels[:, None], (values.logp + values.lse - values.offset).exp()
-    maxima.scatter_reduce_(0, (labels // width)[None], of_label[None], "amax")
-    of_whole = maxima[:whole].t().to(e.dtype, memory_format=torch.contiguous_format)  # rounded, they are sorted faster
-    tiles = of_whole.topk(min(k, whole), -1, sorted=False).indices
-    e.scatter_(1, label, of_label.to(e.dtype)[:, None])
-    of_tiles = e[:, : whole * width].unflatten(1, (whole, width)).gather(1, tiles[..., None].expand(-1, -1, width))
-    at = largest(torch.cat([of_tiles.flatten(1), e[:, whole * width :]], 1), Epilogue(), k)[1]
-    e.scatter_(1, label, 0.0)
-    return torch.nn.functional.pad(tiles, (0, 1), value=whole).gather(1, at // width) * width + at % width
+@jit
+def _key(value, place):
+    """An integer that is the larger, the larger a value not below 0 is, rounded to bf16; of the same, the first's."""
+    return value.to(tl.bfloat16).to(tl.float32).to(tl.int32, bitcast=True) | (65535 - place)
+
+
+@jit
+def _places(keys, k, MOST: tl.constexpr):
+    """The places of the k largest keys; -1 where no key is left."""
+    places = tl.full((MOST,), -1, tl.int32)
+    for i in range(k):
+        best = tl.max(keys)
+        places = tl.where((tl.arange(0, MOST) == i) & (best >= 0), 65535 - (best & 65535), places)
+        keys = tl.where(keys == best, -1, keys)
+    return places
+
+
+@jit(
+    do_not_specialize=["tokens", "columns", "tiles"],
+    do_not_specialize_on_alignment=["maxima", "labels", "offset", "lse", "logp"],
+)
+def _largest_kernel(
+    largest, e, stride, maxima, labels, offset, lse, logp, tokens, columns, tiles, k,
+    TILES: tl.constexpr, WIDTH: tl.constexpr, MOST: tl.constexpr,
+):  # fmt: skip
+    """One program per token: its k largest exponentials are in the k half tiles whose maxima are the largest."""
+    row = tl.program_id(0).to(tl.int64)
+    label = tl.load(labels + row).to(tl.int32)
+    of_label = tl.exp(tl.load(logp + row) + tl.load(lse + row) - tl.load(offset + row))
+    tile = tl.arange(0, TILES)
+    most = tl.load(maxima + tile * tokens + row, mask=tile < tiles, other=0.0)
+    most = tl.where(tile == label // WIDTH, tl.maximum(most, of_label), most)
+    tile = _places(tl.where(tile < tiles, _key(most, tile), -1), k, MOST)
+    column = tl.where(tile < 0, columns, tile * WIDTH)[:, None] + tl.arange(0, WIDTH)[None, :]
+    value = tl.load(e + row * stride + column, mask=column < columns, other=0.0).to(tl.float32)
+    value = tl.where(column == label, of_label, value)
+    place = tl.arange(0, MOST)
+    at = place[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    at = tl.maximum(_places(tl.where(column < columns, _key(value, at), -1), k, MOST), 0)
+    first = tl.sum(tl.where(at[:, None] // WIDTH == place[None, :], tile[None, :] * WIDTH, 0), 1)
+    tl.store(largest + row * k + place, first + at % WIDTH, mask=place < k)
 
 
 @jit(

@@ -119,7 +119,7 @@ def live_tokens(inputs: PolicyInputs) -> Tensor | None:
     with other terms."""
     o, ratio = inputs.options, inputs.token_is_ratio
     other_terms = (o.beta and inputs.ref_logps is not None) or o.log_ratio_penalty or o.positive_nll
-    other_terms = other_terms or (o.term is not None and not o.term.of_objective)
+    other_terms = other_terms or o.divergence is not None
     if other_terms or not o.objective.of_advantages:
         return None
     live = inputs.advantages != 0

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
 from liger_losses import checks
 from liger_losses.arguments import options_of, typed_as
@@ -22,6 +23,7 @@ from liger_losses.chunked.core.agreement import agree
 from liger_losses.chunked.losses.completion_loss import MAX_EXPONENT, wide_dtype
 from liger_losses.chunked.losses.policy_estimates import KL_ESTIMATORS, NORMALIZERS, ratio_of
 from liger_losses.chunked.losses.policy_tables import RATIOS, PolicyOptions
+from liger_losses.chunked.losses.softmax_divergences import distribution, divergence, log_rest
 from liger_losses.chunked.losses.sums import gather_over_processes, sum_over_group, sum_over_processes, wide, world_size
 from liger_losses.kernels.divergence_forms import finite_logs
 
@@ -69,14 +71,14 @@ class PolicyTensors:
         checks.check_tensor("advantages", self.advantages)
         if self.group is not None and o.objective.whole:
             raise ValueError(f"{loss} reads the tokens of whole completions: pass whole completions, and no group=.")
-        if (o.term is None) != (self.sampler_topk_logps is None):
+        if (o.sampler_term == "none") != (self.sampler_topk_logps is None):
             raise ValueError(
                 f"{loss} with sampler_term={o.sampler_term!r} and the sampler's most likely tokens (sampler_topk= of "
                 "losses, topk_logps= and sampler_topk_logps= of functions): give both, or none."
             )
         if self.sampler_topk_logps is not None and not self.sampler_topk_logps.is_floating_point():
             raise TypeError(f"sampler_topk_logps must be floating point, got {self.sampler_topk_logps.dtype}.")
-        if o.term is not None and o.term.of_objective and (self.old_logps is None or self.sampling_logps is not None):
+        if o.centers and (self.old_logps is None or self.sampling_logps is not None):
             raise ValueError(
                 f"sampler_term={o.sampler_term!r} needs ratios to the sampler: pass its log-probabilities as the old "
                 "policy's (old_logps= of functions, old_per_token_logps= of losses), and no other ones of the sampler."
@@ -130,7 +132,7 @@ class PolicyInputs:
         logps = {name: finite_logs(value) for name, value in masked.items() if name in _LOGPS}
         self.old_logps, self.sampling_logps, self.ref_logps = map(logps.get, _LOGPS)
         topk = tensors.sampler_topk_logps
-        self.sampler_topk = None if topk is None else finite_logs(torch.where(mask[..., None], topk.detach(), 0.0))
+        self.of_sampler = {} if topk is None else self._of_columns(topk.detach(), padding, options)
         self.is_ratio = constants.get("is_ratio")  # as it was passed, [B, 1] or [B, T]
         divides, self._copies, self._number = options.row.normalizer == "items", copies, None
         if number is not None and (divides or group is not None):
@@ -156,6 +158,19 @@ class PolicyInputs:
         self.divisor = NORMALIZERS[self.options.row.normalizer](self)
         return self
 
+    def _of_columns(self, topk: Tensor, padding: Tensor, o: PolicyOptions) -> dict[str, Tensor]:
+        """``sampler_topk``, the sampler's log-probabilities of all columns; of centered objectives after the old
+        policy's of the label, and ``shares``, the factors of all of them."""
+        logs = topk.masked_fill(padding[..., None], 0.0).to(wide(topk.dtype))
+        if not o.centers:
+            return {"sampler_topk": distribution(finite_logs(logs), "bucket")}
+        assert self.old_logps is not None
+        q = logs.exp()
+        q = torch.cat([q, (1 - q.sum(-1, keepdim=True)).clamp(min=0.0)], -1)
+        # Where the sampler's probability is 0, the ratio has no influence, and may be anything finite.
+        of_columns = torch.cat([self.old_logps[..., None], q.masked_fill(q == 0, 1.0).log()], -1)
+        return {"sampler_topk": of_columns, "shares": pad(-o.sampler_coef * q, (1, 0), value=1.0)}
+
     def weights(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """Each token's weights ``[B, T]`` in the loss, by the names of :func:`weighted`."""
         dtype = wide(dtype)
@@ -174,7 +189,7 @@ class PolicyInputs:
         """What the terms of tokens read, by the names of :func:`policy_terms`."""
         sampler = self.sampling_logps if self.options.reads_sampler else None
         tensors = {"advantages": self.advantages, "old": self.old_logps, "sampler": sampler}
-        tensors |= {"ref": self.ref_logps, "is_ratio": self.token_is_ratio, "sampler_topk": self.sampler_topk}
+        tensors |= {"ref": self.ref_logps, "is_ratio": self.token_is_ratio, **self.of_sampler}
         return {name: value for name, value in tensors.items() if value is not None}
 
     def log_ratio(self, logps: Tensor) -> Tensor:
@@ -245,13 +260,14 @@ def policy_terms(
     ref: Tensor | None = None,
     is_ratio: Tensor | None = None,
     acting: Tensor | None = None,
-    topk: Tensor | None = None,
-    sampler_topk: Tensor | None = None,
+    topk: Any = None,
+    sampler_topk: Any = None,
+    shares: Tensor | None = None,
     inputs: PolicyInputs | None = None,
 ) -> Tensor:
     """``-objective_t + beta kl_t`` of tokens, elementwise; ``log_ratio`` of the options' level, others as in
     :func:`grpo_loss`. Objectives that couple tokens read ``inputs``. ``topk [..., k]`` are log-probabilities of the
-    sampler's most likely tokens."""
+    sampler's most likely tokens, and ``sampler_topk`` and ``shares`` the inputs' constants."""
     batch = [] if inputs is None else [inputs]
     advantages = _advantages(advantages, logps, ref, o)
     old, sampler = _old_and_sampler(logps.detach(), old, sampler)
@@ -264,20 +280,18 @@ def policy_terms(
             weights = o.mask_weights(logps.detach(), old, sampler, advantages)
         return torch.where(weights != 0, value * weights, 0.0)
 
-    def of_columns(p: Tensor, q: Tensor) -> Tensor:
-        return objective_of(p, p - q, advantages[..., None], q, q)
-
-    objective, divergence = objective_of(logps, log_ratio, advantages, old, sampler), None
-    if o.term is not None and topk is not None and sampler_topk is not None:
-        divergence = o.sampler_coef * o.term.value(of_columns, topk, sampler_topk)
-        if o.term.of_objective:
-            objective, divergence = objective - divergence, None
+    if shares is None:
+        objective = objective_of(logps, log_ratio, advantages, old, sampler)
+    else:  # the label's and those of all columns together, in as few operations
+        p, q = torch.cat([logps[..., None], topk, log_rest(topk)], -1), sampler_topk
+        objective = (shares * objective_of(p, p - q, advantages[..., None], q, q)).sum(-1)
     if acting is not None:
         objective = torch.where(acting, objective, 0.0)
     if is_ratio is not None and not o.row.corrected:
         objective = objective * is_ratio
-    if divergence is not None:
-        objective = objective - divergence
+    if o.divergence is not None:
+        of_columns = divergence(distribution(topk, "bucket"), sampler_topk, o.divergence)
+        objective = objective - o.sampler_coef * of_columns
     if o.log_ratio_penalty:
         objective = objective - o.log_ratio_penalty * (logps - sampler).square()
     if not o.beta or ref is None:

@@ -29,7 +29,6 @@ from liger_losses.chunked.losses.policy_estimates import (
     discounted_sums,
     ratio_of,
 )
-from liger_losses.chunked.losses.softmax_divergences import sparse_divergence
 from liger_losses.chunked.losses.sums import sum_over_group
 from liger_losses.kernels.divergence_forms import Divergence
 
@@ -139,7 +138,7 @@ class PolicyOptions:
         object.__setattr__(self, "row", row)
         if row.normalizer == "limit" and (not isinstance(limit, Integral) or limit < 1):
             raise ValueError(f"{loss} needs max_completion_length=, a positive integer, got {limit!r}.")
-        if self.term is not None and self.term.of_objective and (self.mask.of_sampler or not self.separable):
+        if self.centers and (self.mask.of_sampler or not self.separable):
             raise ValueError(
                 f"sampler_term={self.sampler_term!r} needs an objective of single tokens and ratios to the sampler: "
                 f"use another loss_type than {self.loss_type!r}, importance_sampling_level='token', no "
@@ -181,9 +180,14 @@ class PolicyOptions:
         return MASKS[self.row.mask]
 
     @property
-    def term(self) -> SamplerTerm | None:
+    def divergence(self) -> Divergence | None:
         """The row of :data:`SAMPLER_TERMS`."""
         return SAMPLER_TERMS.get(self.sampler_term)
+
+    @property
+    def centers(self) -> bool:
+        """Whether objectives are less their mean by the sampler's probabilities."""
+        return self.sampler_term == "score_centering"
 
     def mask_weights(self, logps: Tensor, old: Tensor, sampler: Tensor, advantages: Tensor) -> Tensor:
         """The weights of the :attr:`mask`, which has some."""
@@ -431,44 +435,13 @@ OBJECTIVES = {
 # --- Terms of several tokens at a position ----------------------------------------------------------------------------
 
 
-class SamplerTerm(NamedTuple):
-    """A row of :data:`SAMPLER_TERMS`.
-
-    Args:
-        value: what is subtracted from a token's objective ``[...]``, from (a function of log-probabilities of the
-            policy and of the sampler to objectives, elementwise; both models' log-probabilities ``[..., k]``).
-        of_objective: it is a sum of objectives, and importance weights are weights of both.
-    """
-
-    value: Callable[[Callable[[Tensor, Tensor], Tensor], Tensor, Tensor], Tensor]
-    of_objective: bool = False
-
-
-#: The least probability that the policy has outside of the k tokens, by which the sampler's is divided.
-_LEAST_REST = 1e-6
-
-
-def _expected_objective(objective: Callable[[Tensor, Tensor], Tensor], logps: Tensor, sampler: Tensor) -> Tensor:
-    """``sum_v q_v objective_v`` of the sampler's probabilities q, whose gradient is the expected score: score
-    centering (arXiv:2609.20807).
-
-    All other tokens count as one, in which the sampler's probabilities are a multiple of the policy's.
-    """
-    total, q = logps.exp().sum(-1, keepdim=True), sampler.exp()
-    rest = (1 - total.detach()).clamp(min=_LEAST_REST)
-    # The value of log(rest), and the gradient of log(1 - total).
-    logps = torch.cat([logps, rest.log() - (total - total.detach()) / rest], -1)
-    q = torch.cat([q, (1 - q.sum(-1, keepdim=True)).clamp(min=0.0)], -1)
-    # Where the sampler's probability is 0, the ratio has no influence, and may be anything finite.
-    sampler = torch.where(q > 0, q.log(), logps.detach())
-    return (q * objective(logps, sampler)).sum(-1)
-
-
-#: Terms that read the log-probabilities of several tokens at each position: the sampler's k most likely ones.
+#: Terms that read both models' probabilities of the sampler's k most likely tokens at each position, and of all others
+#: together: divergences of the policy from the sampler; or, ``None``, the objective's mean by the sampler's
+#: probabilities, whose gradient is the expected score, which is subtracted (score centering, arXiv:2609.20807).
 SAMPLER_TERMS = {
-    "score_centering": SamplerTerm(_expected_objective, of_objective=True),
-    "forward_kl": SamplerTerm(lambda objective, p, q: sparse_divergence(p, q, Divergence.forward_kl())),
-    "reverse_kl": SamplerTerm(lambda objective, p, q: sparse_divergence(p, q, Divergence.reverse_kl())),
+    "score_centering": None,
+    "forward_kl": Divergence.forward_kl(),
+    "reverse_kl": Divergence.reverse_kl(),
 }
 
 

@@ -5,7 +5,6 @@ V columns that both vocabularies have, k columns of a sparse teacher. p is the s
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -157,9 +156,9 @@ def distribution(logps: Tensor, tail: str, tail_logps: Tensor | None = None) -> 
         return logps
     if tail_logps is not None:
         return torch.cat([logps, tail_logps[..., None].to(logps.dtype)], -1)
-    # The rest is log(1 - sum exp(logps)), clamped where rounding leaves nothing of it.
-    total = logps.logsumexp(-1, keepdim=True).clamp(max=-torch.finfo(logps.dtype).eps)
-    # Each branch gets arguments at which it and its derivative are finite.
-    near_one = (-total.clamp(min=-math.log(2)).expm1()).log()
-    rest = torch.where(total > -math.log(2), near_one, (-total.clamp(max=-math.log(2)).exp()).log1p())
-    return torch.cat([logps, rest], -1)
+    return torch.cat([logps, log_rest(logps)], -1)
+
+
+def log_rest(logps: Tensor) -> Tensor:
+    """``log(1 - sum exp(logps))``, ``[..., 1]``: of all other columns, clamped where rounding leaves nothing."""
+    return (1 - logps.exp().sum(-1, keepdim=True)).clamp(min=torch.finfo(logps.dtype).eps).log()

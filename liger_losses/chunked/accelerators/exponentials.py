@@ -176,10 +176,10 @@ def add_label_terms(part: Target, at_label: Tensor, grads: Gradients) -> None:
 
 
 def row_bytes(call: Signature) -> int:
-    """Of a token: exponentials and sums of their tiles; hidden states, the same scaled, and their gradient in fp32. And
-    the maxima of half tiles, and the columns among which the largest are."""
+    """Of a token: exponentials, sums of their tiles, and the maxima of half tiles; hidden states, the same scaled, and
+    their gradient in fp32."""
     columns, item = padded(call.columns), call.operand.itemsize
-    others = columns // 4 if "largest" in call.metrics else columns // 32
+    others = columns // 16 if "largest" in call.metrics else columns // 32
     return columns * item + others + call.hidden_size * (2 * item + 4)
 
 

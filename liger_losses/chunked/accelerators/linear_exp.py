@@ -25,6 +25,7 @@ from liger_losses.chunked.accelerators.tiles import (
     project_tile,
     split_tile,
     store_tile,
+    tile_position,
     tiles_of,
     with_contiguous_rows,
 )
@@ -232,14 +233,11 @@ def _exponentials_kernel(
     row_tiles = tl.cdiv(tokens, BLOCK_N)
     column_tiles = tl.cdiv(vocab_size, BLOCK_V)
     tiles = row_tiles * column_tiles
-    in_group = group * column_tiles
     if needed is not None:
         tiles = tiles * tl.load(needed)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
-        first = tile // in_group * group
-        size = tl.minimum(row_tiles - first, group)
-        column_tile = tile % in_group // size
-        first_row = (first + tile % in_group % size) * BLOCK_N
+        row_tile, column_tile = tile_position(tile, row_tiles, column_tiles, group)
+        first_row = row_tile * BLOCK_N
         first_column = column_tile * BLOCK_V
         z = project_tile(
             hidden, weight, hidden_stride, weight_stride, first_row, first_column, tokens, vocab_size, hidden_size,

@@ -24,7 +24,7 @@ from liger_losses.kernels.divergence_kernels import (
     divergence_sums_kernel,
     squares_kernel,
 )
-from liger_losses.kernels.divergence_terms import KernelSeries, series_argument, terms
+from liger_losses.kernels.divergence_terms import Series, series_of, terms
 from liger_losses.kernels.logit_transform import Epilogue, KernelTransform
 from liger_losses.kernels.softmax_stats import row_slices
 from liger_losses.kernels.targets import target_of
@@ -236,7 +236,7 @@ class Side(NamedTuple):
 
 
 #: For the cosine distance.
-_NO_SERIES = KernelSeries(0.0, 0.0, 0.0, 0.0, None, None)
+_NO_SERIES = Series(0.0, 0.0, 0.0)
 #: Entries and warps of a program.
 _BLOCK, _WARPS = 2048, 8
 #: Programs for each multiprocessor, of which it runs some at a time: rows that are fewer are summed in parts.
@@ -256,5 +256,5 @@ def _for_kernel(
         assert squares is not None
         scales = list(squares.sqrt().clamp_(min=SMALLEST_NORM).reciprocal_())
     else:
-        series, form = series_argument(divergence), FORMS[divergence.form].triton
+        series, form = series_of(divergence), FORMS[divergence.form].triton
     return (student.for_kernel(), teacher.for_kernel(), *scales, parameter, series), {"FORM": form}

@@ -28,12 +28,16 @@ _POINTS = 64
 
 
 class Series(NamedTuple):
-    """Where ``|d| < radius``: ``f = q^power sum_n f_n d^n``, and h likewise."""
+    """A divergence's parameters and power series, for torch and for kernels: where ``|d| < radius``,
+    ``f = q^power sum_n f_n d^n``, and h likewise."""
 
-    power: float
-    radius: float
-    f: list[float]
-    h: list[float]
+    a: float
+    b: float
+    c: float
+    radius: float = 0.0
+    power: float | None = None  # None for 1
+    #: f's of d^2 to d^8 and h's of d to d^8, which a device reads from its constant memory; ``None`` without a series.
+    coefficients: tuple[float, ...] | None = None
 
 
 @cache
@@ -43,10 +47,10 @@ def series_of(divergence: Divergence) -> Series:
     The coefficients are ``f_n = 1/N sum_k f(d_k) d_k^-n`` on the circle ``d_k = r exp(2 pi i k / N)`` (Cauchy's
     formula): the reference form, evaluated on complex numbers with q = 1.
     """
-    form, parameters = FORMS[divergence.form], (divergence.a, divergence.b, divergence.c)
-    power = form.power(*parameters)
+    form, parameters = FORMS[divergence.form], (float(divergence.a), float(divergence.b), float(divergence.c))
     if not form.smooth:
-        return Series(power, 0.0, [0.0] * TERMS, [0.0] * TERMS)
+        return Series(*parameters)
+    power = float(form.power(*parameters))
     radius = 0.5 / max(power, 1.0)
     with _without_modes():  # torch.compile may be tracing, but these are numbers, which are cached
         angles = torch.arange(_POINTS, dtype=torch.float64, device="cpu") * (2 * math.pi / _POINTS)
@@ -55,8 +59,7 @@ def series_of(divergence: Divergence) -> Series:
         values = form.torch(d, torch.zeros_like(d), *parameters)
         f, h = ((powers * value).mean(1).real.tolist() for value in values)
     # Where both models agree, a divergence is 0 and has a minimum: what the sums leave there is rounding.
-    f[0] = f[1] = h[0] = 0.0
-    return Series(power, radius, f, h)
+    return Series(*parameters, radius, None if power == 1 else power, (*f[2:], *h[1:]))
 
 
 def terms(
@@ -66,15 +69,18 @@ def terms(
     a = divergence.a if parameter is None else parameter[..., None]
     f, h = FORMS[divergence.form].torch(log_p, log_q, a, divergence.b, divergence.c)
     series = series_of(divergence)
+    if series.coefficients is None:
+        return f, h
     d = log_p - log_q
     # In fp64 within a smaller radius, where the omitted terms are below its rounding.
     near = d.abs() < series.radius * (0.04 if d.dtype == torch.float64 else 1.0)
-    d, q = d.clamp(-series.radius, series.radius), (series.power * log_q).exp()
-    both, *others = map(complex, series.f[::-1], series.h[::-1])  # as one number, in half the operations
-    total = torch.full_like(d, both, dtype=d.dtype.to_complex())
-    for both in others:
-        total.mul_(d).add_(both)
-    total *= q
+    d, q = d.clamp(-series.radius, series.radius), (log_q if series.power is None else series.power * log_q).exp()
+    # f and h as one number, in half the operations.
+    first, *others = map(complex, (0.0, *series.coefficients[:7])[::-1], series.coefficients[:6:-1])
+    total = torch.full_like(d, first, dtype=d.dtype.to_complex())
+    for coefficient in others:
+        total.mul_(d).add_(coefficient)
+    total *= q * d
     return torch.where(near, total.real, f), torch.where(near, total.imag, h)
 
 
@@ -108,26 +114,3 @@ def terms_block(s, t, s_lse, t_lse, a, series, FORM: tl.constexpr):
         f = tl.where(near, q * d * d * of_f, f)
         h = tl.where(near, q * d * of_h, h)
     return fast_exp(log_p), f, h
-
-
-class KernelSeries(NamedTuple):
-    """A divergence's parameters and power series in a kernel; see :func:`series_argument`."""
-
-    a: float
-    b: float
-    c: float
-    radius: float
-    power: float | None
-    coefficients: tuple[float, ...] | None  # arguments, which the device reads from its constant memory
-
-
-def series_argument(divergence: Divergence) -> KernelSeries:
-    """``coefficients`` are f's of d^2 to d^8 and h's of d to d^8, ``None`` without a series; ``power`` is ``None`` for
-    1."""
-    series = series_of(divergence)
-    a, b, c = (float(parameter) for parameter in (divergence.a, divergence.b, divergence.c))
-    power = None if series.power == 1 else float(series.power)
-    coefficients = None
-    if series.radius > 0:
-        coefficients = *series.f[2:], *series.h[1:]
-    return KernelSeries(a, b, c, series.radius, power, coefficients)

@@ -68,13 +68,7 @@ class ExponentialBlock:
     constants: dict[str, Tensor]
 
     @classmethod
-    def of(
-        cls,
-        part: Target,
-        asked: tuple[Statistic, ...],
-        plan: Plan,
-        *_: Any,
-    ) -> ExponentialBlock:
+    def of(cls, part: Target, asked: tuple[Statistic, ...], plan: Plan, *_: Any) -> ExponentialBlock:
         """A block of these tokens, with whole rows; it computes statistics again that are known."""
         count, device, size = len(part.hidden), part.hidden.device, part.head.weights.columns
         memory = torch.empty(count, padded(size), dtype=plan.products.dtype, device=device)
@@ -115,16 +109,12 @@ class ExponentialBlock:
         if of_columns is not None:
             columns, logps, of_columns = part.selected.contiguous(), values["selected_logps"], of_columns.contiguous()
             selected = Selected(e, e.stride(0), labels, columns, logps, of_columns, logps.shape[1])
+        hidden, transform = None if grads.of(weights.weight) is None else part.hidden, part.transform(part.temperature)
+        derivatives = upstream.get("logp"), upstream.get("lse")
         scale, at_label, scaled = gradient_scales(
-            upstream.get("logp"),
-            upstream.get("lse"),
-            exponentials_of(values),
-            None if grads.of(weights.weight) is None else part.hidden,
-            part.transform(part.temperature),
-            here,
-            selected,
+            *derivatives, exponentials_of(values), hidden, transform, here, selected
         )
-        hidden: Tensor | None = None
+        hidden = None
         if self.plan.hidden:
             matrix = matrix_of(part)
             hidden = matmul_into(torch.empty_like(part.hidden, dtype=torch.float32), e, matrix)

@@ -76,10 +76,9 @@ def terms(
     near = d.abs() < series.radius * (0.04 if d.dtype == torch.float64 else 1.0)
     d, q = d.clamp(-series.radius, series.radius), (log_q if series.power is None else series.power * log_q).exp()
     # f and h as one number, in half the operations.
-    first, *others = map(complex, (0.0, *series.coefficients[:7])[::-1], series.coefficients[:6:-1])
-    total = torch.full_like(d, first, dtype=d.dtype.to_complex())
-    for coefficient in others:
-        total.mul_(d).add_(coefficient)
+    total = torch.zeros_like(d, dtype=d.dtype.to_complex())
+    for both in map(complex, (0.0, *series.coefficients[:7])[::-1], series.coefficients[:6:-1]):
+        total.mul_(d).add_(both)
     total *= q * d
     return torch.where(near, total.real, f), torch.where(near, total.imag, h)
 

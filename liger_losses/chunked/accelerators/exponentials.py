@@ -191,8 +191,7 @@ def planned(call: Signature) -> Plan | None:
     """Of losses of single tokens whose blocks are few, or of others that keep them."""
     if not serves(call):
         return None
-    of_columns = "selected_logps" in call.statistics
-    parts = MOST_PARTS if of_columns else BLOCKS
+    parts = MOST_PARTS if "selected_logps" in call.statistics else BLOCKS
     call = replace(call, statistics=call.statistics - {"selected_logps"})  # whose gradients are no further rows
     if call.workspace is not None and call.workspace < least_bytes(call, row_bytes(call)):
         return None  # not even one row fits; the core, whose rows are longer, says so
@@ -203,6 +202,6 @@ def planned(call: Signature) -> Plan | None:
         return plan
     if -(-call.trained // plan.block_tokens) > parts and call.trains_weight:
         return None
-    if plan.block_tokens >= call.tokens or not call.trains_weight or of_columns:
+    if plan.block_tokens >= call.tokens or not call.trains_weight or parts == MOST_PARTS:
         return plan
     return plan._replace(tokens=call.tokens, collected=LabelTerms)

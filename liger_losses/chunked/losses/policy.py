@@ -118,8 +118,7 @@ def live_tokens(inputs: PolicyInputs) -> Tensor | None:
     """``[B, T]``, false for tokens whose term is 0, with an advantage or an importance ratio of 0; ``None`` for losses
     with other terms."""
     o, ratio = inputs.options, inputs.token_is_ratio
-    other_terms = (o.beta and inputs.ref_logps is not None) or o.log_ratio_penalty or o.positive_nll
-    other_terms = other_terms or o.divergence is not None
+    other_terms = (o.beta and inputs.ref_logps is not None) or o.log_ratio_penalty or o.positive_nll or o.divergence
     if other_terms or not o.objective.of_advantages:
         return None
     live = inputs.advantages != 0

@@ -131,8 +131,7 @@ class PolicyInputs:
         # Of a probability of 0, the ratio is as large as the largest, and no difference is infinite.
         logps = {name: finite_logs(value) for name, value in masked.items() if name in _LOGPS}
         self.old_logps, self.sampling_logps, self.ref_logps = map(logps.get, _LOGPS)
-        topk = tensors.sampler_topk_logps
-        self.of_sampler = {} if topk is None else self._of_columns(topk.detach(), padding, options)
+        self._sampler_topk = tensors.sampler_topk_logps
         self.is_ratio = constants.get("is_ratio")  # as it was passed, [B, 1] or [B, T]
         divides, self._copies, self._number = options.row.normalizer == "items", copies, None
         if number is not None and (divides or group is not None):
@@ -158,19 +157,6 @@ class PolicyInputs:
         self.divisor = NORMALIZERS[self.options.row.normalizer](self)
         return self
 
-    def _of_columns(self, topk: Tensor, padding: Tensor, o: PolicyOptions) -> dict[str, Tensor]:
-        """``sampler_topk``, the sampler's log-probabilities of all columns; of centered objectives after the old
-        policy's of the label, and ``shares``, the factors of all of them."""
-        logs = topk.masked_fill(padding[..., None], 0.0).to(wide(topk.dtype))
-        if not o.centers:
-            return {"sampler_topk": distribution(finite_logs(logs), "bucket")}
-        assert self.old_logps is not None
-        q = logs.exp()
-        q = torch.cat([q, (1 - q.sum(-1, keepdim=True)).clamp(min=0.0)], -1)
-        # Where the sampler's probability is 0, the ratio has no influence, and may be anything finite.
-        of_columns = torch.cat([self.old_logps[..., None], q.masked_fill(q == 0, 1.0).log()], -1)
-        return {"sampler_topk": of_columns, "shares": pad(-o.sampler_coef * q, (1, 0), value=1.0)}
-
     def weights(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """Each token's weights ``[B, T]`` in the loss, by the names of :func:`weighted`."""
         dtype = wide(dtype)
@@ -189,8 +175,23 @@ class PolicyInputs:
         """What the terms of tokens read, by the names of :func:`policy_terms`."""
         sampler = self.sampling_logps if self.options.reads_sampler else None
         tensors = {"advantages": self.advantages, "old": self.old_logps, "sampler": sampler}
-        tensors |= {"ref": self.ref_logps, "is_ratio": self.token_is_ratio, **self.of_sampler}
+        tensors |= {"ref": self.ref_logps, "is_ratio": self.token_is_ratio, **self._of_columns()}
         return {name: value for name, value in tensors.items() if value is not None}
+
+    def _of_columns(self) -> dict[str, Tensor]:
+        """``sampler_topk``, the sampler's log-probabilities of all columns; of centered objectives after the old
+        policy's of the label, and ``shares``, the factors of all of them."""
+        if (topk := self._sampler_topk) is None:
+            return {}
+        logs = topk.detach().to(wide(topk.dtype)).masked_fill(~self.mask[..., None], 0.0)
+        if not self.options.centers:
+            return {"sampler_topk": distribution(finite_logs(logs), "bucket")}
+        assert self.old_logps is not None
+        q = logs.exp()
+        q = torch.cat([q, (1 - q.sum(-1, keepdim=True)).clamp(min=0.0)], -1)
+        # Where the sampler's probability is 0, the ratio has no influence, and may be anything finite.
+        of_columns = torch.cat([self.old_logps[..., None], q.clamp(min=1e-30).log()], -1)
+        return {"sampler_topk": of_columns, "shares": pad(-self.options.sampler_coef * q, (1, 0), value=1.0)}
 
     def log_ratio(self, logps: Tensor) -> Tensor:
         """``log p - log p_old``: 0, but differentiable, without an old policy."""

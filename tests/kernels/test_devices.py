@@ -1,5 +1,8 @@
 """The GPU of the head is current where Triton launches, whichever was before."""
 
+import contextlib
+from unittest import mock
+
 import pytest
 import torch
 
@@ -27,31 +30,20 @@ CALLS = {
 def test_device_is_current_at_every_launch(launches, call, autocast, monkeypatch):
     current, launched = [], []
 
-    class Watched:
-        def __init__(self, name, kernel):
-            self.name, self.kernel = name, kernel
+    @contextlib.contextmanager
+    def within(tensor):
+        current.append(tensor.device)
+        yield
+        current.pop()
 
-        def __getitem__(self, grid):
-            launched.append((self.name, bool(current)))
-            return self.kernel[grid]
-
-    class Within:
-        def __init__(self, tensor):
-            self.tensor = tensor
-
-        def __enter__(self):
-            current.append(self.tensor.device)
-
-        def __exit__(self, *error):
-            current.pop()
-
-    monkeypatch.setattr(torch.cuda, "device_of", Within)
-    for module in (*MODULES, stream):
-        if hasattr(module, "device_of"):
-            monkeypatch.setattr(module, "device_of", Within)
+    for owner in (torch.cuda, *MODULES, stream):
+        monkeypatch.setattr(owner, "device_of", within, raising=False)
     for module, name in KERNELS:
-        if hasattr(module, name):
-            monkeypatch.setattr(module, name, Watched(name, getattr(module, name)))
+        watched, kernel = mock.MagicMock(), getattr(module, name)
+        watched.__getitem__.side_effect = lambda grid, name=name, kernel=kernel: (
+            launched.append((name, bool(current))) or kernel[grid]
+        )
+        monkeypatch.setattr(module, name, watched)
     hidden, weight, labels, _ = problem(20, 16, 40, dtype=torch.bfloat16, masked=0.3)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         loss = call(hidden, weight, labels, backend="triton")

@@ -63,7 +63,7 @@ def gradient_scales(
         vectors = [None if g is None else g.contiguous() for g in (of_logp, of_lse)]
         _scales_kernel[(tokens,)](
             scale, at_label, scaled, hidden, *sizes, *vectors, *values[:3], here, *selected,
-            transform.for_kernel, BLOCK=1024, BLOCK_K=min(power_of_two(selected.width + 1), 32),
+            transform.for_kernel, BLOCK=1024, BLOCK_K=power_of_two(selected.width + 1),
         )  # fmt: skip
     return scale, at_label, scaled
 
@@ -94,17 +94,14 @@ def _scales_kernel(
         label_c = tl.load(of_logp + row)
     if of_lse is not None:
         lse_c = tl.load(of_lse + row)
+    place = tl.arange(0, BLOCK_K)
     if upstream is not None:
         upstream += row * count
-        largest = tl.abs(label_c)
-        for start in range(0, count, BLOCK_K):
-            at = start + tl.arange(0, BLOCK_K)
-            g = tl.load(upstream + at, mask=at < count, other=0.0)
-            lse_c -= tl.sum(g, 0)
-            largest = tl.maximum(largest, tl.max(tl.abs(g), 0))
+        g = tl.load(upstream + place, mask=place < count, other=0.0)
+        lse_c -= tl.sum(g, 0)
+        least = tl.maximum(tl.abs(label_c), tl.max(tl.abs(g), 0)) * 6e-5 + 1e-30
     p_c = lse_c - label_c
     if upstream is not None:  # what is divided by it stays finite, and changes by less than the rounding of gradients
-        least = largest * 6e-5 + 1e-30
         p_c = tl.where(tl.abs(p_c) < least, least, p_c)
     if here is not None:
         label_c = tl.where(tl.load(here + row), label_c, 0.0)
@@ -123,29 +120,22 @@ def _scales_kernel(
     tl.store(scale_out + row, s)
     if upstream is not None:
         at_label = 0.0
-        label = tl.load(labels + row).to(tl.int32)
-        for start in range(0, count + 1, BLOCK_K):
-            at = start + tl.arange(0, BLOCK_K)
-            column = tl.load(columns + row * count + at, mask=at < count, other=-1).to(tl.int32)
-            column = tl.where(at == count, label, column)
-            same = tl.zeros((BLOCK_K, BLOCK_K), tl.float32)
-            for first in range(0, count + 1, BLOCK_K):  # of all that are the same column
-                others = first + tl.arange(0, BLOCK_K)
-                g = tl.load(upstream + others, mask=others < count, other=0.0)
-                g = tl.where(others == count, label_c, g)
-                other = tl.load(columns + row * count + others, mask=others < count, other=-1).to(tl.int32)
-                other = tl.where(others == count, label, other)
-                same += tl.where(other[None, :] == column[:, None], g[None, :], 0.0)
-            total = tl.sum(same, 1)
-            log_p = tl.load(logps + row * count + at, mask=at < count, other=0.0)
-            log_p = tl.where(column == label, row_logp, log_p)
-            there = tl.where(log_p > -0.7, (p_c + total) + p_c * expm1(log_p), p_c * tl.exp(log_p) + total)
-            there = there / p_c * tl.exp(row_lse - row_offset)
-            if transform.cap is not None:
-                tanh = capped_tanh(log_p + row_lse, transform, inverse)
-                there *= 1 - tanh * tanh
-            # Of a column that is there twice, the same number is stored twice.
-            tl.store(out + row * out_stride + column, there.to(out.dtype.element_ty), mask=at <= count)
+        columns += row * count
+        label = tl.load(labels + row)
+        column = tl.load(columns + place, mask=place < count, other=-1)
+        column = tl.where(place == count, label, column)
+        total = tl.where(column == label, label_c, 0.0)
+        for i in range(count):  # of all that are the same column
+            total += tl.where(column == tl.load(columns + i), tl.load(upstream + i), 0.0)
+        log_p = tl.load(logps + row * count + place, mask=place < count, other=0.0)
+        log_p = tl.where(column == label, row_logp, log_p)
+        there = tl.where(log_p > -0.7, (p_c + total) + p_c * expm1(log_p), p_c * tl.exp(log_p) + total)
+        there = there / p_c * tl.exp(row_lse - row_offset)
+        if transform.cap is not None:
+            tanh = capped_tanh(log_p + row_lse, transform, inverse)
+            there *= 1 - tanh * tanh
+        # Of a column that is there twice, the same number is stored twice.
+        tl.store(out + row * out_stride + column, there.to(out.dtype.element_ty), mask=place <= count)
     tl.store(at_label_out + row, at_label)
     if hidden is not None:
         for start in range(0, hidden_size, BLOCK):

@@ -14,7 +14,7 @@ import platform
 import sys
 import textwrap
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -44,10 +44,7 @@ def versions() -> Iterator[str]:
 
 
 def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return next((installed.version for installed in importlib.metadata.distributions(name=package)), None)
 
 
 def devices() -> Iterator[str]:
@@ -125,8 +122,8 @@ def configuration(name: str) -> Any:
     except (HfHubHTTPError, HFValidationError):
         pass  # no such model, or no right to read it, which transformers says better
     except Exception as error:
-        reason = f"{constants.ENDPOINT} does not answer ({error})"
-        raise OSError(f"it is no folder, it is not in the local cache, and {reason}.") from error
+        where = f"it is no folder, it is not in the local cache, and {constants.ENDPOINT}"
+        raise OSError(f"{where} does not answer ({error}).") from error
     return AutoConfig.from_pretrained(name)
 
 
@@ -134,49 +131,35 @@ def model_of(config: Any, checkpointing: bool = False) -> Any:
     """The causal language model in bf16, on the meta device, in training, with :func:`_attend`."""
     from transformers import AttentionInterface, AutoModelForCausalLM
 
-    AttentionInterface.register("liger_losses_doctor", _attend)
+    AttentionInterface.register("liger_losses", _attend)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=torch.bfloat16, attn_implementation="liger_losses_doctor"
-        )
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="liger_losses")
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model.train()
 
 
-class _Attention(torch.autograd.Function):
-    """What flash attention allocates and saves."""
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        batch, heads, tokens, _ = query.shape
-        out = query.new_empty(batch, tokens, heads, value.shape[-1])
-        ctx.save_for_backward(query, key, value, out, query.new_empty(batch, heads, tokens, dtype=torch.float32))
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors[:3])
-
-
 def _attend(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
-    return _Attention.apply(query, key, value), None
+    """Fused attention, which scaled_dot_product_attention would not choose on the meta device."""
+    attended = torch.ops.aten._scaled_dot_product_cudnn_attention(query, key, value, None, True)
+    return attended[0].transpose(1, 2), None
 
 
 class Peak(TorchDispatchMode):
-    """The most memory that the results of operations take at a time, in bytes, of tensors without values too."""
+    """The most memory that tensors and the results of operations take at a time, in bytes, without values too."""
 
-    def __init__(self) -> None:
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
         super().__init__()
         self.now = self.most = 0
         self._storages: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._add(tensors)
 
-    def add(self, tensor: Any) -> None:
-        storage = tensor.untyped_storage() if isinstance(tensor, Tensor) else None
-        if storage is not None and storage not in self._storages:
-            self._storages.add(storage)
-            weakref.finalize(storage, self._add_bytes, -storage.nbytes())
-            self._add_bytes(storage.nbytes())
+    def _add(self, values: Iterable[Any]) -> None:
+        for storage in [value.untyped_storage() for value in values if isinstance(value, Tensor)]:
+            if storage not in self._storages:
+                self._storages.add(storage)
+                weakref.finalize(storage, self._add_bytes, -storage.nbytes())
+                self._add_bytes(storage.nbytes())
 
     def _add_bytes(self, size: int) -> None:
         self.now += size
@@ -184,8 +167,7 @@ class Peak(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = func(*args, **(kwargs or {}))
-        for tensor in results if isinstance(results, (tuple, list)) else [results]:
-            self.add(tensor)
+        self._add(results if isinstance(results, (tuple, list)) else [results])
         return results
 
 
@@ -197,12 +179,11 @@ def head_plan(model: Any, tokens: int, memory: int, *, couples: bool = False) ->
         couples: whether the loss knows gradients only once all tokens' log-probabilities are known, as DPO's does.
     """
     columns, hidden_size = model.get_output_embeddings().weight.shape
+    asked: dict[str, Any] = {"kept": False, "statistics": frozenset({"logp"}), "metrics": frozenset()}
     where: dict[str, Any] = {"operand": torch.bfloat16, "device": torch.device("cuda"), "backend": "triton"}
     head: dict[str, Any] = {"trains_weight": True, "trains_hidden": True, "copied_bytes": 0, "weights": (Dense,)}
-    asked: dict[str, Any] = {"kept": False, "statistics": frozenset({"logp"}), "metrics": frozenset()}
-    call = Signature(
-        tokens, tokens, hidden_size, columns, **asked, **where, **head, gradients_in_backward=couples, memory=memory
-    )
+    options: dict[str, Any] = {**asked, **where, **head, "gradients_in_backward": couples, "memory": memory}
+    call = Signature(tokens, tokens, hidden_size, columns, **options)
     chosen = plan(call, tuple(PLANNERS))
     size = tokens * chosen.row_bytes
     size = size if chosen.keeps else min(usual_bytes(call, chosen.row_bytes, collects=True), size)
@@ -218,9 +199,7 @@ def step_bytes(model: Any, tokens: int, memory: int, patched: bool) -> int:
     """
     inputs = {"input_ids": torch.zeros(1, tokens, dtype=torch.int64, device="meta"), "use_cache": False}
     model.zero_grad()
-    with Peak() as peak:
-        for parameter in model.parameters():
-            peak.add(parameter)
+    with Peak(model.parameters()) as peak:
         states = [torch.empty_like(parameter) for parameter in model.parameters() for _ in range(2)]
         if patched:  # the head's gradients come in forward
             weight, hidden = model.get_output_embeddings().weight, model.base_model(**inputs).last_hidden_state
@@ -248,16 +227,17 @@ def most_tokens(step: Callable[[int], int], memory: int, tokens: int) -> int:
     return fits
 
 
-def step_line(model: Any, tokens: int, memory: int, patched: bool) -> str:
+def step_line(model: Any, tokens: int, memory: int, patched: bool) -> Iterator[str]:
     """What a step takes, and what fits ``memory`` where that is not 0."""
+    fails = "this model does not run on the meta device"
     try:
-        line = f"{step_bytes(model, tokens, memory, patched) / 2**30:7.1f} GiB"
+        yield f"{step_bytes(model, tokens, memory, patched) / 2**30:7.1f} GiB"
+        fails = "no larger step runs on the meta device"
         if memory:
-            most = most_tokens(lambda n: step_bytes(model, n, memory, patched), memory, tokens)
-            line += f"; {most:,} tokens fit {memory / 1e9:.1f} GB"
-        return line
+            most = most_tokens(lambda size: step_bytes(model, size, memory, patched), memory, tokens)
+            yield f"{most:,} tokens fit {memory / 1e9:.1f} GB"
     except Exception as error:
-        return f"this model does not run on the meta device: {type(error).__name__}: {error}"
+        yield f"{fails}: {type(error).__name__}: {error}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -284,11 +264,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         model = model_of(configuration(args.model), args.checkpointing)
     except Exception as error:
         advice = f"pip install {error.name}" if isinstance(error, ModuleNotFoundError) else TAKES
-        print(f"{args.model} cannot be built: {type(error).__name__}: {error}\n{advice}", file=sys.stderr)
+        reason = textwrap.shorten(str(error), 800, placeholder=" ...")  # some list all models that there are
+        print(f"{args.model} cannot be built: {type(error).__name__}: {reason}\n{advice}", file=sys.stderr)
         return 1
     from liger_losses.patching.patch import patch
 
-    plain = step_line(model, tokens, memory, patched=False) if tokens else ""
+    plain = "; ".join(step_line(model, tokens, memory, patched=False)) if tokens else ""
     print(f"\npatch() on {args.model}\n  {type(model).__name__}\n{textwrap.indent(str(patch(model)), '  ')}")
     if tokens:
         products = [head_plan(model, tokens, memory, couples=couples)[1] for couples in (False, True)]
@@ -296,7 +277,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"\nA step of SFT on {tokens:,} tokens in one packed sequence",
             f"gradient checkpointing: {args.checkpointing}; weights, gradients, AdamW in bf16; flash attention",
             f"without patch() {plain}",
-            f"with patch()    {step_line(model, tokens, memory, patched=True)}",
+            f"with patch()    {'; '.join(step_line(model, tokens, memory, patched=True))}",
             "the head's products: {} N H V for cross-entropy, {} for DPO; 6 are needed".format(*products),
             "not counted: CUDA's context, and what the allocator loses to fragments",
             sep="\n  ",

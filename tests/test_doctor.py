@@ -73,6 +73,12 @@ def test_a_model_that_is_not_there(tmp_path, capsys):
     assert "cannot be built" in printed.err
     assert "no_such_type" in printed.err
     assert "Versions" in printed.out
+    (tmp_path / "config.json").write_text('{"model_type": "vit"}')  # for which transformers lists all causal models
+    assert doctor.main([str(tmp_path)]) == 1
+    _, cannot, advice = capsys.readouterr().err.rpartition("cannot be built: ValueError: Unrecognized configuration")
+    assert cannot
+    assert len(advice) < 1000
+    assert advice.splitlines()[1] == doctor.TAKES
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -94,9 +100,15 @@ def test_a_steps_memory_is_what_was_measured_on_a_gpu(checkpointing):
         assert step / 2**30 == pytest.approx(float(row[2]), rel=0.02)
 
 
-def test_a_model_that_does_not_run_without_values_is_said():
-    line = doctor.step_line(torch.nn.Linear(2, 2), 256, 0, patched=False)
+def test_a_step_that_does_not_run_is_said():
+    (line,) = doctor.step_line(torch.nn.Linear(2, 2), 256, 0, patched=False)
     assert line.startswith("this model does not run on the meta device: TypeError: ")
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "max_position_embeddings": 256}
+    model = doctor.model_of(transformers.BertConfig(**sizes, num_hidden_layers=1, vocab_size=64))
+    step, larger = doctor.step_line(model, 256, 10**9, patched=False)
+    assert re.fullmatch(r" +0\.0 GiB", step)
+    assert larger.startswith("no larger step runs on the meta device: RuntimeError: ")
 
 
 def test_the_largest_step_that_fits():

@@ -85,7 +85,7 @@ zero: .venv/zero/ready
 test-trl: trl
 	set -e; for version in $(TRL_VERSIONS); do \
 		PYTHONPATH=$$PWD/.venv/$$version OMP_NUM_THREADS=1 .venv/test/bin/python -m pytest -q -n 2 -m "not slow" \
-			tests/trl/test_trainers.py -k "not compiled" $(ARGS); \
+			tests/trl/test_trainers.py tests/trl/test_reuse.py -k "not compiled" $(ARGS); \
 	done
 
 # Each version in a folder of its own, before the environment's. Without a number it is the newest.

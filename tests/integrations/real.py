@@ -15,6 +15,7 @@ import importlib.machinery
 import importlib.util
 import os
 import pathlib
+import re
 import sys
 import tempfile
 import types
@@ -243,6 +244,34 @@ def verl_hidden_states():
     logps = log_p.gather(1, IDS.roll(-1)[:, None])[:, 0]
     expected = [loss, *torch.autograd.grad(loss, (hidden, weight)), logps.detach()]
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def verl_one_forward():
+    """The page's settings: the gradient of verl's clipped loss, whose old log-probabilities are the policy's."""
+    stand_in(*_VERL)
+    from verl.trainer.config.algorithm import RolloutCorrectionConfig
+    from verl.trainer.ppo import core_algos
+    from verl.trainer.ppo import rollout_corr_helper as helper
+
+    sys.modules["omegaconf"].open_dict = contextlib.nullcontext  # which the helper imports
+    page = (pathlib.Path(__file__).parents[2] / "docs" / "integrations.md").read_text()
+    settings = dict(re.findall(r"algorithm\.rollout_correction\.(\w+)=(\w+)", page))
+    correction = RolloutCorrectionConfig(**settings)
+    policy, sampler, advantages = torch.randn(3, 4, 6, generator=torch.Generator().manual_seed(0)).neg().unbind()
+    mask, policy = torch.arange(6) < torch.arange(3, 7)[:, None], policy.requires_grad_()
+    batch, policy_loss = types.SimpleNamespace(batch={"rollout_log_probs": sampler}), {}
+    helper.apply_bypass_mode(batch, settings, policy_loss)
+    config = mock.Mock(clip_ratio=0.2, clip_ratio_low=None, clip_ratio_high=None, global_batch_info={})
+    config.get, config.policy_loss = lambda name, default=None: default, {"rollout_correction": vars(correction)}
+    loss = core_algos.get_policy_loss_fn(policy_loss["loss_mode"])
+    found, _ = loss(batch.batch["old_log_probs"], policy, advantages, mask, config=config)
+    of_ratios = policy.detach(), sampler, mask, settings["rollout_is"]
+    weights, *_ = helper.compute_rollout_correction_and_rejection_mask(*of_ratios)
+    weights = weights.batch["rollout_is_weights"]
+    assert weights[mask].unique().numel() > 5
+    clipped = core_algos.compute_policy_loss_vanilla
+    expected, _ = clipped(policy.detach(), policy, advantages, mask, config=config, rollout_is_weights=weights)
+    torch.testing.assert_close(*(torch.autograd.grad(value, policy) for value in (found, expected)))
 
 
 def torchtitan():

@@ -9,10 +9,14 @@ import pytest
 import torch
 import transformers
 
+from liger_losses.places import Missing
 from liger_losses.trl import disable, enable, enabled
+from liger_losses.trl.features import FEATURES, find
 from liger_losses.trl.reuse import _check_dropout, without_old_policy
 from tests.models import small, tiny_model
 from tests.trl.trainers import _TIMES, gmpo, grpo, reward_half, rloo, trl
+
+WORK = [name for name, places in find(FEATURES).items() if not isinstance(places, Missing)]
 
 
 def corrected(mode, low=None, high=3.0):
@@ -113,10 +117,11 @@ def check(build, tmp_path, options, **enabled_with):
     return theirs[3], ours[3]
 
 
-@pytest.mark.parametrize("name", ["token_mask", "sequence_mask, from below"])
-def test_many_steps_are_those_of_trl(name, tmp_path):
-    options = {"max_steps": 8, "rewards": reward_half, "gradient_accumulation_steps": 1 + ("from" in name)}
-    theirs, ours = check(grpo, tmp_path, options | CORRECTIONS[name])
+@pytest.mark.parametrize("build", [grpo, gmpo])
+@pytest.mark.parametrize("name", CORRECTIONS)
+def test_many_steps_are_those_of_trl(name, build, tmp_path):
+    options = {"max_steps": 20, "rewards": reward_half, "gradient_accumulation_steps": 1 + ("from" in name)}
+    theirs, ours = check(build, tmp_path, options | CORRECTIONS[name])
     assert ours < theirs - 0.4  # sequences without advantage run apart
 
 
@@ -152,6 +157,8 @@ def test_numbers_and_work(name, tmp_path):
 
 def test_prompts_are_shared_too(tmp_path):
     """Each batch is a row, and the first forward tries a row of two tokens."""
+    if "any head in GRPO" not in WORK:
+        pytest.skip("this version of TRL has no shared prompts")
     _, ours = check(grpo, tmp_path, MASK | {"max_steps": 2}, skip_zero_advantages=False, share_prompts=True)
     assert ours == 2 + (2 * 2 + 1) / (2 * 8)
 

@@ -57,6 +57,11 @@ def _patch_options(kernels: dict[str, Any]) -> dict[str, Any]:
     return {name: all(kernels.get(kernel, True) for kernel in theirs) for name, theirs in _KERNELS.items()}
 
 
+_NAMES = ("rope", "cross_entropy", "fused_linear_cross_entropy", "rms_norm", "swiglu", "model")
+#: The arguments of most of liger-kernel's functions.
+_ARGUMENTS = inspect.Signature([inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in _NAMES])
+
+
 def apply_to(
     name: str, model_types: Sequence[str] = (), replaced: Callable[..., Any] | None = None
 ) -> Callable[..., None]:
@@ -67,7 +72,7 @@ def apply_to(
         model_types: which ``config.model_type`` liger-kernel calls it for; by default the name, and with ``_text``.
         replaced: liger-kernel's function, whose order of arguments it takes, but none of its defaults.
     """
-    order = inspect.signature(replaced or _arguments)
+    order = _ARGUMENTS if replaced is None else inspect.signature(replaced)
     names = [p.name for p in order.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
     kinds = model_types or (name, f"{name}_text")
 
@@ -80,18 +85,6 @@ def apply_to(
     apply.__doc__ = ":func:`apply_liger_kernel` to a model, or to models of this type that are loaded later."
     vars(apply)["__signature__"] = order  # which LLaMA-Factory and ms-swift read
     return apply
-
-
-def _arguments(
-    rope: bool = True,
-    cross_entropy: bool = False,
-    fused_linear_cross_entropy: bool = True,
-    rms_norm: bool = True,
-    swiglu: bool = True,
-    model: nn.Module | None = None,
-    **others: Any,
-) -> None:
-    """The arguments of most of liger-kernel's functions."""
 
 
 def apply_to_type(model_type: str, **options: Any) -> None:

@@ -24,38 +24,42 @@ def arguments_and_path_stay(monkeypatch):
         monkeypatch.setattr(sys, name, list(getattr(sys, name)))
 
 
-def test_run_patches_what_a_script_loads(tmp_path, capsys):
+@pytest.mark.parametrize(("rank", "options"), [("0", []), ("1", []), ("0", ["--no-patch"])])
+def test_run_patches_what_a_script_loads(rank, options, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", rank)
     llama().save_pretrained(tmp_path / "model")
     (tmp_path / "helper.py").write_text("from transformers import AutoModelForCausalLM as auto\n")
     (tmp_path / "script.py").write_text(
         "import sys, helper\n"
         "assert __name__ == '__main__' and sys.argv[1:] == ['--model', 'x'], sys.argv\n"
-        f"print(helper.auto.from_pretrained({str(tmp_path / 'model')!r}).liger_report)\n"
+        f"print(vars(helper.auto.from_pretrained({str(tmp_path / 'model')!r})).get('liger_report'))\n"
     )
     try:
-        main([str(tmp_path / "script.py"), "--model", "x"])
+        main([*options, str(tmp_path / "script.py"), "--model", "x"])
     finally:
         loading.leave_loaded_models()
         sys.modules.pop("helper", None)
     out = capsys.readouterr()
-    assert "lm_head" in out.out
-    assert "patches LlamaForCausalLM" in out.err
+    assert ("lm_head" in out.out) == (not options)
+    assert ("patches LlamaForCausalLM" in out.err) == (rank == "0" and not options)  # once per job
 
 
 WHERE = "import sys, json; print(json.dumps([sys.path[0], __file__, sys.argv, sys.path.count({cwd!r})]))"
 
 
 def test_run_is_like_python(tmp_path, monkeypatch, capfd):
-    """With a relative path, a link or a module, and arguments that look like options."""
+    """With a relative path, a link, a folder or a module, and arguments that look like options."""
     work, real = tmp_path / "work", tmp_path / "real"
     work.mkdir()
     real.mkdir()
     (real / "script.py").write_text(WHERE.format(cwd=str(work)))
     (work / "link.py").symlink_to(real / "script.py")
-    (work / "module.py").write_text(WHERE.format(cwd=str(work)))
+    (work / "folder").mkdir()
+    for name in ("module.py", "folder/__main__.py"):
+        (work / name).write_text(WHERE.format(cwd=str(work)))
     monkeypatch.chdir(work)
     path, arguments = list(sys.path), ["--trl", "-m", "--", "-x", "--help"]
-    for name in (["../real/script.py"], ["link.py"], ["-m", "module"]):
+    for name in (["../real/script.py"], ["link.py"], ["folder"], ["-m", "module"]):
         subprocess.run([sys.executable, *name, *arguments], check=True, env={})
         python = json.loads(capfd.readouterr().out)
         monkeypatch.setattr(sys, "argv", [])

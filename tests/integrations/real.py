@@ -333,7 +333,7 @@ def gpt_model(tied=False, **others):
 
 def megatron():
     """The losses of the model's own output layer and of this library, with MuP's scale, a tied weight, and a mask."""
-    from liger_losses.integrations.megatron import output_processor
+    from liger_losses.integrations.megatron import OutputOptions, output_processor
 
     model, *inputs = gpt_model(tied=True, use_mup=True, mup_output_mult=0.5)
     labels, mask, options = inputs[0].roll(-1, 1), (inputs[0] % 3 > 0).float(), {}
@@ -346,6 +346,11 @@ def megatron():
 
     compare(run, lambda: options.update(output_processor=output_processor))
     assert not model(*inputs, labels=labels, loss_mask=mask, **options)[mask == 0].any()
+    temperature = torch.linspace(0.5, 2, 18).view(2, 9)
+    context = OutputOptions(temperature, entropy=True)
+    found = model(*inputs, labels=labels, **options, output_processor_context=context)
+    tokens = torch.distributions.Categorical(logits=model(*inputs) / temperature[..., None])
+    torch.testing.assert_close(found, (tokens.log_prob(labels), tokens.entropy()))
     with pytest.raises(ValueError, match="give labels="):
         model(*inputs, **options)
     with (

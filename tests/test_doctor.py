@@ -98,6 +98,8 @@ def test_a_steps_memory_is_what_was_measured_on_a_gpu(checkpointing):
         (row,) = re.findall(rf"^{name} +(\d+) x (\d+) +{how} +[\d.]+ +([\d.]+)", results, re.MULTILINE)
         step = doctor.step_bytes(model, int(row[0]) * int(row[1]), 150 * 10**9, patched=patched)
         assert step / 2**30 == pytest.approx(float(row[2]), rel=0.02)
+    products = [doctor.head_plan(model, 16384, 24 * 10**9, couples=couples)[1] for couples in (False, True)]
+    assert products == [6, 8]  # as docs/memory.md has them
 
 
 def test_a_step_that_does_not_run_is_said():

@@ -28,7 +28,7 @@ STORED = ("lse", "logp", "entropy", "mean_logp", "log_sum_sq_probs", "mean_logit
 
 #: What a kernel merges, of parts of the vocabulary.
 MERGED = ("lse", "logp", "entropy")
-_OF_PARTS = [*MERGED, *[f"{name}_out" for name in MERGED]]
+_OF_PARTS = [*MERGED, "lse_out", "logp_out", "entropy_out"]
 
 
 class Sums(NamedTuple):

@@ -167,6 +167,7 @@ OTHERS = {"_C", "_apply_gate", "_hf_hook", "_original_forward", "_fields", "_mak
 OTHERS |= {"_attn_implementation", "_can_set_attn_implementation", "_is_stateful"}
 OTHERS |= {"_buffers", "_global_backward_hooks", "_global_backward_pre_hooks"}  # without which torch does not run
 OTHERS |= {"_backward", "_ce_weight"}  # the end of an operator's name, and a buffer of a loss
+OTHERS |= {"_scaled_dot_product_cudnn_attention"}  # torch's operator, by which the doctor knows what attention keeps
 LISTED = [*itertools.chain.from_iterable(AT_IMPORT + IN_CALLS)]
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from liger_losses.kernels._triton import jit, tl
 from liger_losses.kernels.divergence_forms import FORMS, Divergence, fast_exp
+from liger_losses.kernels.matmul import wide_dtype
 
 try:
     from torch.utils._python_dispatch import _disable_current_modes as _without_modes
@@ -76,11 +77,11 @@ def terms(
     near = d.abs() < series.radius * (0.04 if d.dtype == torch.float64 else 1.0)
     d, q = d.clamp(-series.radius, series.radius), (log_q if series.power is None else series.power * log_q).exp()
     # f and h as one number, in half the operations.
-    total = torch.zeros_like(d, dtype=d.dtype.to_complex())
+    total = torch.zeros_like(d, dtype=wide_dtype(d.dtype).to_complex())
     for both in map(complex, (0.0, *series.coefficients[:7])[::-1], series.coefficients[:6:-1]):
         total.mul_(d).add_(both)
     total *= q * d
-    return torch.where(near, total.real, f), torch.where(near, total.imag, h)
+    return torch.where(near, total.real.to(f), f), torch.where(near, total.imag.to(h), h)
 
 
 @jit

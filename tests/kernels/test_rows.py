@@ -137,6 +137,11 @@ def test_however_unlikely_a_column_is(gap):
     assert grad.tolist() == [0.5, -0.5]
 
 
+def test_a_divergence_has_the_dtype_of_the_student():
+    log_p = torch.linspace(-1, 1, 5).log_softmax(-1).bfloat16()
+    assert forward_kl(log_p, log_p).dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize("zero", [-math.inf, torch.finfo(torch.float32).min])
 def test_columns_without_a_probability_add_nothing(zero):
     log_p, log_q = torch.tensor([math.log(0.25), math.log(0.75), zero]), torch.tensor([math.log(0.5)] * 2 + [zero])

@@ -195,15 +195,20 @@ def test_the_largest_columns_are_of_few_half_tiles(vocab, scale):
 
 @pytest.mark.parametrize("served", [True, False])
 def test_only_anonymous_largest_columns_are_of_exponentials(served):
-    """Of those whose ids are asked for, or that have a gradient, none is another that rounds to the same."""
-    hidden, weight, labels, _ = inputs()
+    """Of those whose ids are asked for, or that have a gradient, none is another that rounds to the same; many have no
+    number in a kernel."""
+    hidden, weight, labels, _ = inputs(n=8, vocab=600)
     loss = CE(
         token_scaling="entropy", softcap=None if served else 5.0, backend="triton"
     )  # its slope is in exponentials
     assert ("exponentials" in plans(lambda: loss(weight, hidden, labels))[0]) == served
     given, options = (hidden, weight, labels), EngineOptions(backend="triton")
-    for names, metrics in ((("logp",), ("columns",)), (("selected_logps",), ())):
-        on = {"metrics": metrics, "selected": Largest(3), "options": options}
+    for names, metrics, k in (
+        (["logp"], ["columns"], 3),
+        (["selected_logps"], [], 3),
+        (["logp"], ["selected_logps"], 513),
+    ):
+        on = {"metrics": metrics, "selected": Largest(k), "options": options}
         assert plans(lambda names=names, on=on: linear_statistics(*given, names, **on))[0] == ["core"]
 
 

@@ -86,7 +86,6 @@ def divergence_sums(
     squares: Tensor | None = None,
     parameter: Tensor | None = None,
     whole_rows: bool = False,
-    h: Tensor | None = None,
     scratch: int | None = None,
     backend: str | None = None,
 ) -> Tensor:
@@ -98,7 +97,6 @@ def divergence_sums(
         squares: ``[2, R]``, of ``cosine``: the :func:`square_sums` of all columns.
         parameter: ``[R]``, the divergence's ``a`` of each row, where that follows from the teacher's entropy.
         whole_rows: sum each row in an order that does not depend on R, at the cost of idle processors for few rows.
-        h: ``[R, V]``, which gets the h of every entry (Triton only).
         scratch: bytes for temporaries of the reference implementation; unbounded by default.
         backend: ``torch`` or ``triton``; chosen from the tensor by default.
     """
@@ -110,7 +108,7 @@ def divergence_sums(
         sums = torch.empty(2, parts, count, dtype=torch.float32, device=student.lse.device)
         if count:
             models, launch = _for_kernel(student, teacher, divergence, squares, parameter)
-            divergence_sums_kernel[(count, parts)](*sums, h, *models, columns, **launch, BLOCK=block, num_warps=_WARPS)
+            divergence_sums_kernel[(count, parts)](*sums, *models, columns, **launch, BLOCK=block, num_warps=_WARPS)
         return sums.sum(1) if parts > 1 else sums[:, 0]
     sums = student.projected.new_empty(2, count)
     for part in row_slices(student.projected, None if scratch is None else scratch * 4 // TEMPORARIES):
@@ -118,11 +116,11 @@ def divergence_sums(
         rows: Any = [part.start, part.start] if whole_rows and part.stop - part.start == 1 else part
         sides = student.rows(rows), teacher.rows(rows)
         if divergence.form == "cosine":
-            f = g = cosine_terms(sides[0].logits(), sides[1].logits(), *_rows(rows, squares, 1))[0]
+            f = h = cosine_terms(sides[0].logits(), sides[1].logits(), *_rows(rows, squares, 1))[0]
         else:
-            f, g = terms(divergence, sides[0].log_probs(), sides[1].log_probs(), *_rows(rows, parameter))
-        sums[:, part] = torch.stack([f.sum(1), g.sum(1)])[:, : part.stop - part.start]
-        del f, g  # their memory is free before the next slice's temporaries are allocated
+            f, h = terms(divergence, sides[0].log_probs(), sides[1].log_probs(), *_rows(rows, parameter))
+        sums[:, part] = torch.stack([f.sum(1), h.sum(1)])[:, : part.stop - part.start]
+        del f, h  # their memory is free before the next slice's temporaries are allocated
     return sums
 
 
@@ -170,20 +168,6 @@ def divergence_gradient_into(
         of_rows = *_rows(rows, labels), *_rows(rows, squares, 1), *_rows(rows, parameter)
         out[rows].copy_(_gradient_torch(*sides, divergence, c, h[rows], *of_rows))
     return out
-
-
-def summed_terms(
-    divergence: Divergence, log_p: Tensor, log_q: Tensor, parameter: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """The sum of f over each row of log-probabilities, ``[...]``, and h of every entry ``[..., C]``."""
-    p, q = (Logits(x.reshape(-1, x.shape[-1]).contiguous(), x) for x in (log_p, log_q.expand_as(log_p)))
-    if not _runs_in_triton(p, divergence, None):
-        f, h = terms(divergence, log_p, log_q, parameter)
-        return f.sum(-1), h
-    lse, h = p.projected.new_zeros(len(p.projected)), torch.empty_like(p.projected)
-    sides, a = (p._replace(lse=lse), q._replace(lse=lse)), None if parameter is None else parameter.reshape(-1)
-    sums = divergence_sums(*sides, divergence, parameter=a, whole_rows=True, h=h)
-    return sums[0].view(log_p.shape[:-1]), h.view(log_p.shape)
 
 
 def _rows(rows: Any, values: Tensor | None, dimension: int = 0) -> tuple[Tensor | None]:

@@ -76,12 +76,12 @@ def _terms(
 _OF_MODELS = ["student_lse", "teacher_lse", "parameter"]
 
 
-@jit(do_not_specialize_on_alignment=["value", "h_out", "terms_out", *_OF_MODELS])
+@jit(do_not_specialize_on_alignment=["value", "h_out", *_OF_MODELS])
 def divergence_sums_kernel(
-    value, h_out, terms_out, student, teacher, student_lse, teacher_lse, parameter, series, columns,
+    value, h_out, student, teacher, student_lse, teacher_lse, parameter, series, columns,
     FORM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program per row, or for a part of it: the sums of its columns, and their h."""
+    """One program per row, or for a part of it: the sums of its columns."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     s_lse = tl.load(student_lse + row)
@@ -95,11 +95,9 @@ def divergence_sums_kernel(
     f_sum = tl.zeros((BLOCK,), tl.float32)
     h_sum = tl.zeros((BLOCK,), tl.float32)
     for i in range(part * of_part, tl.minimum((part + 1) * of_part, blocks)):
-        at, inside, _s, _p, f, h = _terms(
+        _at, _inside, _s, _p, f, h = _terms(
             student, teacher, row, i, columns, inverse, s_lse, t_lse, a, series, FORM, BLOCK
         )
-        if terms_out is not None:
-            tl.store(terms_out + row * columns + at, h, mask=inside)
         f_sum += f
         h_sum += h if FORM is not None else f
     place = part * tl.num_programs(0) + row

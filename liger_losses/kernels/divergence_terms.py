@@ -84,6 +84,14 @@ def terms(
     return torch.where(near, total.real.to(f), f), torch.where(near, total.imag.to(h), h)
 
 
+def summed_terms(
+    divergence: Divergence, log_p: Tensor, log_q: Tensor, parameter: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The sum of f over each row, ``[...]``, and h of every entry ``[..., C]``."""
+    f, h = terms(divergence, log_p, log_q, parameter)
+    return f.sum(-1), h
+
+
 @jit
 def terms_block(s, t, s_lse, t_lse, a, series, FORM: tl.constexpr):
     """p, f and h of a block of both models' logits, which are -inf outside the vocabulary; ``a`` is the row's."""

@@ -170,9 +170,6 @@ def heads() -> dict[str, Callable[[], None]]:
         "parts of the vocabulary": lambda: merge(
             {name: tensor(8, TOKENS, dtype=FP32) for name in MERGED}, [VOCAB // 8] * 8, backend="triton"
         ),
-        "divergence of log-probabilities": lambda: ll.functional.reverse_kl(
-            tensor(TOKENS, 21, dtype=FP32), tensor(TOKENS, 21, dtype=FP32)
-        ),
         "label facts": lambda: label_facts(
             [tensor(TOKENS, dtype=torch.long)] * 2, -100, [None, tensor(TOKENS, dtype=torch.bool)], backend="triton"
         ),

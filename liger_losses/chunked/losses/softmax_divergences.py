@@ -13,8 +13,8 @@ from torch import Tensor
 from liger_losses.checks import check_alike, check_names
 from liger_losses.chunked.core.distilled import EARLIER_TAILS, TAILS
 from liger_losses.kernels.autograd import edges, once_differentiable
-from liger_losses.kernels.divergence import summed_terms
 from liger_losses.kernels.divergence_forms import FORMS, Divergence, finite_logs
+from liger_losses.kernels.divergence_terms import summed_terms
 
 
 def divergence(log_p: Tensor, log_q: Tensor, which: Divergence) -> Tensor:

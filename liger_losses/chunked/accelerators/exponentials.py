@@ -46,7 +46,9 @@ from liger_losses.kernels.matmul import matmul_into
 
 #: What has gradients here, and what may be computed with it.
 STATISTICS = {"logp", "lse", "selected_logps"}
-METRICS = STATISTICS | {"mean_logit", "entropy", "largest"}
+METRICS = STATISTICS | {"mean_logit", "entropy"}
+#: The most largest columns: a kernel numbers the candidates for them in 16 bits.
+MOST_LARGEST = 512
 #: The labels' terms, most of the weight's gradient, are added once at the end: with so many blocks, its error is at
 #: most that of plain PyTorch, and twice as large in rows that are no token's label. Of selected columns, each block
 #: adds its own.
@@ -169,7 +171,7 @@ def row_bytes(call: Signature) -> int:
     """Of a token: exponentials, sums of their tiles, and the maxima of half tiles; hidden states, the same scaled, and
     their gradient in fp32."""
     columns, item = padded(call.columns), call.operand.itemsize
-    others = columns // 16 if "largest" in call.metrics else columns // 32
+    others = columns // 16 if call.largest else columns // 32
     return columns * item + others + call.hidden_size * (2 * item + 4)
 
 
@@ -182,7 +184,7 @@ def serves(call: Signature) -> bool:
     if call.kept or call.teacher_columns or not (call.statistics <= STATISTICS and call.metrics <= METRICS):
         return False
     differentiates = "selected_logps" in call.statistics
-    if "largest" in call.metrics and (differentiates or not call.linear):
+    if call.largest and (differentiates or not call.linear or call.largest > MOST_LARGEST):
         return False
     return not (call.ranks > 1 and (differentiates or "selected_logps" in call.metrics))
 

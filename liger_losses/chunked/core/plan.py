@@ -35,8 +35,6 @@ MEMORY_PARTS = 32
 USUAL_TOKENS = 1024
 #: The columns of a tile of the second pass that keep a device busy.
 MIN_TILE_COLUMNS = 4096
-#: Of exponentials, a kernel numbers the candidates for so many largest columns in 16 bits.
-MOST_LARGEST = 512
 #: What is left free of a workspace, where it has room. CUDA's caching allocator may hand out a block of memory that is
 #: up to 1 MiB larger than a large buffer, and counts all of it; a few such buffers exist at a time.
 LARGER_BUFFERS = {"cuda": 3 * MiB}
@@ -57,7 +55,7 @@ class Signature:
     columns: int  # of the softmax, on the rank that has most
     kept: bool
     statistics: frozenset[str]  # with a gradient, if anything has one
-    metrics: frozenset[str]  # without; and "largest" or "many largest", where the selected columns are these
+    metrics: frozenset[str]  # without
     operand: torch.dtype  # of products
     device: torch.device
     backend: str
@@ -73,6 +71,7 @@ class Signature:
     linear: bool = True  # whether logits are projections, times a positive number, and a bias
     several_terms: bool = False  # whether a bias or the teacher adds to what a kernel writes as a gradient
     ranks: int = 1  # that have parts of the vocabulary
+    largest: int = 0  # how many of the largest columns are selected
     batch_invariant: bool = False
     gradients_in_backward: bool = True  # once all statistics are known
     others_bytes: int = 0  # of blocks of the call's other targets, which live until backward together
@@ -122,8 +121,6 @@ def signature(
     for s in asked:
         (statistics if s.differentiable else metrics).append(s.name)
         in_torch |= s.phi is not None or (s.divergence is not None and not s.divergence.has_kernel)
-    if isinstance(target.selected, int):
-        metrics.append("largest" if target.selected <= MOST_LARGEST else "many largest")
     if teacher is not None:
         of_teacher["teacher_columns"] = min(teacher.vocab_size, columns)
         at_one = isinstance(target.temperature, float) and target.temperature == 1.0
@@ -155,6 +152,7 @@ def signature(
         copy_bytes=copy,
         weights=forms(head.weights),
         ranks=head.ranks.size,
+        largest=target.selected if isinstance(target.selected, int) else 0,
         several_terms=several_terms,
         batch_invariant=head.batch_invariant,
         gradients_in_backward=gradients_in_backward,

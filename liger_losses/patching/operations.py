@@ -117,7 +117,8 @@ def _getitem(logits: PendingLogits, index: Any) -> Any:
     rows, head = logits.hidden_states[parts[:-1] + (slice(None),)], logits.head
     if rows.dim() == 1:
         return NotImplemented  # logits of one token are few
-    start, stop, _ = columns.indices(head.vocab_size)
+    # Graphs of torch 2.11 have no slice.indices.
+    start, stop = (0, head.vocab_size) if columns == slice(None) else columns.indices(head.vocab_size)[:2]
     if (start, stop) == (0, head.vocab_size):
         return logits.with_rows(rows)
     if logits.normalized or stop <= start or head.ranks.size > 1:

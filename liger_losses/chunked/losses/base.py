@@ -267,7 +267,7 @@ class ChunkedLoss(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         settings = vars(self).get("settings")
-        frozen = name == "settings" or name in self.options_signature.parameters
+        frozen = name == "settings" or name in self.options_type.__dataclass_fields__
         if frozen or (settings is not None and name in settings.declared):
             raise AttributeError(
                 f"{name} is an option, and a loss is frozen: loss.replace({name}=...) returns one with another value. "

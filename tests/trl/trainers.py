@@ -130,7 +130,9 @@ def builder(kind, *columns, saved=True, messages=False, others=(), **own):
         if messages:
             told = ("user", "prompt"), ("assistant", "completion")
             rows = [{"messages": [{"role": who, "content": row[name]} for who, name in told]} for row in rows]
+        other = copy.deepcopy(model)  # ZeRO-3 splits what is loaded
         if saved:
+            other.config._name_or_path = str(output / "model")
             if not dist.is_initialized() or dist.get_rank() == 0:
                 model.save_pretrained(output / "model")
                 tokenizer.save_pretrained(output / "model")
@@ -139,10 +141,10 @@ def builder(kind, *columns, saved=True, messages=False, others=(), **own):
             model = type(model).from_pretrained(output / "model")
         given = {"reward_funcs": rewards} if "reward_funcs" in others else {}
         if "ref_model" in others:
-            given["ref_model"] = None if adapter else copy.deepcopy(model)
+            given["ref_model"] = None if adapter else other
         if "teacher_model" in others:
-            given["teacher_model"] = copy.deepcopy(model)
-            given["teacher_model"].model.norm.weight.data.mul_(1.5)
+            other.model.norm.weight.data.mul_(1.5)
+            given["teacher_model"] = other
         if adapter:
             given["peft_config"] = lora(*adapter)
             if "lm_head" in adapter:  # of a head that shares its weight with the embedding, it would not be its alone

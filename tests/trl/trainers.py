@@ -130,9 +130,8 @@ def builder(kind, *columns, saved=True, messages=False, others=(), **own):
         if messages:
             told = ("user", "prompt"), ("assistant", "completion")
             rows = [{"messages": [{"role": who, "content": row[name]} for who, name in told]} for row in rows]
-        other = copy.deepcopy(model)  # ZeRO-3 splits what is loaded
+        other = None if others in ((), _REWARDS) else copy.deepcopy(model)  # ZeRO-3 splits what is loaded
         if saved:
-            other.config._name_or_path = str(output / "model")
             if not dist.is_initialized() or dist.get_rank() == 0:
                 model.save_pretrained(output / "model")
                 tokenizer.save_pretrained(output / "model")
@@ -143,6 +142,7 @@ def builder(kind, *columns, saved=True, messages=False, others=(), **own):
         if "ref_model" in others:
             given["ref_model"] = None if adapter else other
         if "teacher_model" in others:
+            other.config._name_or_path = str(output / "model")
             other.model.norm.weight.data.mul_(1.5)
             given["teacher_model"] = other
         if adapter:

@@ -6,7 +6,6 @@ Decorators such as ``torch.compiler.disable`` import the compiler. Here they wai
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 from collections.abc import Callable
 from typing import Any
@@ -17,16 +16,12 @@ from liger_losses.kernels.imports import when_imported
 
 #: What ``torch.compile`` imports. If a version of torch has no such module, marks are set at once.
 COMPILER = "torch._dynamo"
-
-
-@functools.cache
-def _has_compiler() -> bool:
-    return importlib.util.find_spec(COMPILER) is not None
+_HAS_COMPILER = importlib.util.find_spec(COMPILER) is not None
 
 
 def when_compiling(mark: Callable[[], Any]) -> None:
     """Call ``mark`` once the compiler is imported: now, if it is already."""
-    if _has_compiler():
+    if _HAS_COMPILER:
         when_imported(COMPILER, lambda module: mark())
     else:
         mark()

@@ -246,11 +246,11 @@ def _rotations_in(function: Any, seen: set[Any]) -> Iterator[_Global]:
     """The functions with parameters cos and sin that a function calls, itself or through others of its file."""
     seen.add(function)
     function = inspect.unwrap(function)
-    if not isinstance(function, types.FunctionType):  # it decorates no function
+    try:
+        names, read = function.__globals__, inspect.getclosurevars(function).globals
+    except (AttributeError, ValueError):  # it decorates no function; a variable that it encloses has no value yet
         return
-    names = function.__globals__
-    for name in function.__code__.co_names:
-        value = names.get(name)
+    for name, value in read.items():
         # The package kernels makes modules of some functions.
         if not isinstance(value, types.FunctionType) and not hasattr(type(value), "kernel_layer_name"):
             continue

@@ -271,7 +271,7 @@ class DistillationLoss(ChunkedLoss):
         if over_columns:
             loss, values = loss_over_columns(hidden, head, labels, taught, weights, t, o)
         else:
-            names: list[Any] = [Statistic("divergence", divergence=which), *(["logp"] if hard else [])]
+            names: list[Any] = [Statistic("divergence", divergence=which), *[*weights][1:]]
             token_loss = TokenLoss(scaled_sum, weights, {"scaling": o.token_scaling}, live)
             loss, parts = loss_sum(targets, names, [token_loss] * len(targets), o.engine)
             values = parts[0]

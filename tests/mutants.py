@@ -68,7 +68,7 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
     ],
     f"{GOLDEN} -k 'KL or JSD or AlphaBeta or linear'": [
         ("chunked.losses.distillation", "_square", "temperature**2", "temperature**3"),
-        ("chunked.losses.softmax_divergences", "distribution", "(-total.clamp(max", "(total.clamp(max"),
+        ("chunked.losses.softmax_divergences", "log_rest", "(1 - logps.exp()", "(1 + logps.exp()"),
         ("kernels.divergence_forms", "_reverse_kl", "- p", "+ p"),
         ("kernels.divergence_forms", "_alpha_beta", "p_s - both", "p_s + both"),
         ("kernels.softmax_grad", "_CLOSED_FORMS", '"p_logp_coef": -g', '"p_logp_coef": g'),
@@ -85,7 +85,7 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
     f"{ROWS} -k 'two_together and not triton'": [
         ("chunked.core.rows", "merged", '["selected_logps"] - values', '["selected_logps"] + values'),
         ("chunked.core.stream", "Stream.masked", "if self.tokens.active is None else", "if True else"),
-        ("chunked.core.stream", "Stream.spread", ".index_copy(0, index, value)", ""),
+        ("chunked.core.stream", "Stream.spread", ".index_copy_(0, index, value)", ""),
         ("chunked.core.weights", "WithAdapters.open", "* self.scale", "/ self.scale"),
         ("chunked.core.teachers", "rows_of", "if active is None", "if True"),
         ("chunked.core.block", "Block._write_terms", "z += term", "z -= term"),

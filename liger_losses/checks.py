@@ -272,8 +272,8 @@ def check_range(name: str, value: float, low: float, high: float, *, open_low: b
 
 def check_fields(options: Any) -> None:
     """Raise TypeError or ValueError if a field is out of the range that :data:`RANGES` has for its type, if a bool
-    was given as text or as a float, or if a name is unknown: ``options.names`` has those of each field, and what other
-    names are here."""
+    was given as text or as a float, or if a name is unknown: ``options.names`` has the known names of each field, and a
+    mapping from other libraries' names to them."""
     names = getattr(options, "names", {})
     for field in options.__dataclass_fields__.values():
         value: Any = getattr(options, field.name, None)

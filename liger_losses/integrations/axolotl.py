@@ -16,7 +16,7 @@ from liger_losses.patching.patch import patch
 
 @functools.cache
 def __getattr__(name: str) -> Any:
-    """Classes of those of Axolotl and pydantic, which are imported here."""
+    """``Plugin`` and ``Args``, whose base classes are imported when they are first asked for."""
     if name == "Args":
         from pydantic import create_model
 

@@ -328,15 +328,16 @@ def prepare_head(model: nn.Module, filter_fn: Filter | None = None) -> list[Entr
     if owner is None:
         without = "it has no output embedding; for token losses, pass the model with its lm_head (AutoModelForCausalLM)"
         return [Entry("", type(model).__name__, None, without)]
-    head, entries = owner.get_output_embeddings(), list[Entry]()
+    head, entries, prepared = owner.get_output_embeddings(), list[Entry](), list[tuple[Any, Any]]()
     quantized = [layer for layer in head.modules() if _is_quantized_layer(layer)]
     for layer in dict.fromkeys([*quantized, head]):
         path = next((name for name, other in model.named_modules() if other is layer), "")
         listed, kind = find(QuantizedHead if layer in quantized else LossHead, path, layer, filter_fn, {})
         entries += listed
-        if kind is not None:
-            setattr(layer, _PENDING, [])
-            swap(layer, kind)
+        prepared += [] if kind is None else [(layer, kind)]
+    for layer, kind in prepared:  # once filter_fn has seen all: if it raises, the model is as before
+        setattr(layer, _PENDING, [])
+        swap(layer, kind)
     return entries
 
 

@@ -172,6 +172,12 @@ class Block:
     def _label_places(self) -> tuple[Tensor, Tensor | None]:
         return self._places(self.part.labels[:, None])
 
+    @property
+    def label_here(self) -> Tensor | None:
+        """``[R]``, which tokens' labels are among the columns here (``None`` for all)."""
+        here = self._label_places[1]
+        return None if here is None else here[:, 0]
+
     def _label(self, outside: int) -> Tensor:
         """The labels' places here ``[R]``, and the number ``outside`` for a label that is not."""
         places, here = self._label_places
@@ -194,9 +200,7 @@ class Block:
                 self.constants["columns"] = rows.largest_of_ranks(*top, part.selected, part.head.ranks)
             if (ids := self._selected()) is not None:
                 values["selected_logps"] = self._logits_of(ids, epilogue)
-            here = self._label_places[1]
-            here = None if here is None else here[:, 0]
-            self.constants |= rows.merged(values, part.head.ranks, plan, here, part.class_weight)
+            self.constants |= rows.merged(values, part.head.ranks, plan, self.label_here, part.class_weight)
             if "rest" in names and ids is not None:
                 sums = rows.rest(self.memory, self.width, *self._places(ids), self.constants["lse"], epilogue, plan)
                 self.constants["rest"] = part.head.ranks.sum(sums).log()
@@ -484,8 +488,7 @@ def statistics_by_columns(part: Target, asked: tuple[Statistic, ...], plan: Plan
         tile = Block.of(part, asked, plan, {}, columns)
         values = softmax_statistics(tile.z, tile._label(0), frozenset(names), tile.epilogue, **plan.of_kernels)
         if "logp" in values:
-            here = tile._label_places[1]
-            values["logp"] = rows.of_label_here(values["logp"], None if here is None else here[:, 0])
+            values["logp"] = rows.of_label_here(values["logp"], tile.label_here)
         parts.append(values)
         sizes.append(columns.stop - start)
         del tile

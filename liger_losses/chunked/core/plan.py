@@ -259,7 +259,7 @@ def usual_bytes(call: Signature, row: int, collects: bool, most_parts: int = MOS
     """Room for blocks that keep a device busy: of 512 tokens without a gradient, or with a teacher, else of 1024; of
     twice as many, or so many that they are few parts, whose rows are shorter than the core's; or of the gradients of up
     to 2048, if these are collected, by which that of the weight is a sum of few parts. Ranks that share a vocabulary
-    wait for each other in each block: theirs are as large as those of the whole. Between 64 MiB and 1.5 GiB."""
+    wait for each other in each block, so each block has as many times the tokens. Between 64 MiB and 1.5 GiB."""
     tokens, most = USUAL_TOKENS * call.ranks, 1536 * MiB
     if call.device.type != "cpu" and (call.teacher_columns or not call.trains):
         tokens //= 2

@@ -50,7 +50,7 @@ class LossOptions:
     streams_chunks: ClassVar[bool] = True
     #: What depends on the order of a sequence's tokens, so that ``group`` cannot be given.
     reads_order: ClassVar[str | None] = None
-    #: Options that are names: by the field, the known ones, and perhaps what names from elsewhere are here.
+    #: Of options that are names, by field: the known names, and perhaps a mapping from other libraries' names to these.
     names: ClassVar[Mapping[str, Sequence[Any]]] = {}
     #: The values of options that are no fields, but a registered objective's own, by name.
     declared: ClassVar[Mapping[str, float]] = {}

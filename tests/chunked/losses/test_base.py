@@ -11,57 +11,36 @@ import torch
 from torch import nn
 
 import liger_losses
-from liger_losses import DistillationLoss, Divergence, Head, LogitTransform, Teacher, checks
-from tests.losses import BCO, CE, CPO, DPO, GRPO, JSD, KL, KTO, ORPO, AlphaBeta, MiniLLM
+from liger_losses import DistillationLoss, Divergence, Head, LogitTransform
+from tests.losses import BCO, CE, CPO, DPO, GRPO, JSD, KL, KTO, ORPO, AlphaBeta, MiniLLM, SimPO
 from tests.reference import linear_of, tensors_of
-from tests.results.losses import HIDDEN, LOSSES, batch
+from tests.results.losses import LOSSES, batch
 
 D = batch(torch.float32)
 HEAD, REF = Head(D["weight"]), Head(D["ref_weight"])
 
 
-def generic(**options):
-    return DistillationLoss(options.pop("divergence", Divergence.forward_kl()), **options)
-
-
 #: Losses, options with a value that does not fit, and the errors.
 WRONG = [
-    (CE, {"reduction": "average"}, "mean, sum, none"),
-    (CE, {"softcap": 0.0}, "softcap must be a positive"),
-    (CE, {"temperature": -1.0}, "temperature must be a positive"),
-    (CE, {"accum_dtype": torch.bfloat16}, "accum_dtype"),
-    (CE, {"workspace": 0}, "workspace must be a positive integer"),
-    (CE, {"backend": "cuda"}, "unknown backend 'cuda'"),
     (DPO, {"loss_type": "robust", "label_smoothing": 0.5}, "below 0.5"),
     (DPO, {"loss_type": "exo_pair"}, "above 0 .*1e-3"),
     (DPO, {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0]}, "one entry per loss_type"),
     (DPO, {"loss_type": "nca_pair", "f_divergence_type": "forward_kl"}, "sigmoid, sigmoid_norm"),
     (DPO, {"loss_type": "aot", "use_weighting": True}, "no pairs to weight"),
     (DPO, {"loss_type": "ipo", "average_log_prob": True}, "divide by lengths already"),
-    (DPO, {"loss_type": []}, "unknown loss_type"),
-    (DPO, {"chunk_size": 0}, "chunk_size"),
     (CPO, {"use_ref_model": True}, "leave out use_ref_model"),
-    (KTO, {"loss_type": "bco"}, "loss_type"),
-    (GRPO, {"loss_type": "dr_grpo", "max_completion_length": "a"}, "max_completion_length"),
     (GRPO, {"loss_type": "sapo", "importance_sampling_level": "sequence"}, "defined for tokens"),
     (GRPO, {"loss_type": "gmpo", "importance_sampling_level": "sequence"}, "of the level 'geometric'"),
     (GRPO, {"loss_type": "dro"}, "log_ratio_penalty="),
     (GRPO, {"top_entropy_quantile": 0.0}, "top_entropy_quantile"),
     (GRPO, {"shift": True}, "has no shift"),
     (GRPO, {"ignore_index": 0}, "must not be a token id"),
-    (GRPO, {"token_mask": "tvv"}, "unknown token_mask"),
     (GRPO, {"normalizer": "limit"}, "max_completion_length"),
     (JSD, {"beta": 1.1}, "beta must lie in"),
-    (JSD, {"convention": "other"}, "unknown convention"),
     (KL, {"skew": 1.0}, "must"),
-    (KL, {"top_k": 0}, "positive integer"),
-    (KL, {"top_k_of": "both"}, "unknown top_k_of"),
-    (KL, {"tail": "rest"}, "unknown tail"),
     (KL, {"entry_limit": 0.1, "skew": 0.1}, "take a limit"),
     (AlphaBeta, {"alpha": 0.0, "beta": 0.0}, "must"),
     (MiniLLM, {"temperature": 2.0}, "temperature must be"),
-    (GRPO, {"entropy_coef": "high"}, "must be a number"),
-    (generic, {"divergence": "forward_kl"}, "must be a Divergence"),
 ]
 
 
@@ -81,26 +60,21 @@ OF_TYPES = {
     "PositiveFloat": ("x", math.nan, math.inf, 0.0),
     "UnitFloat": ("x", math.nan, -0.1, 1.1),
     "bool": ("no", 1.0),
+    "float": ("x", math.nan),
+    "int": (0.5,),
+    "str": ("no name",),
+    "torch.dtype": (torch.bfloat16,),
 }
 
 
-@pytest.mark.parametrize("build", [CE, DPO, CPO, ORPO, KTO, BCO, GRPO, JSD, KL, AlphaBeta, MiniLLM])
+@pytest.mark.parametrize("build", [CE, DPO, CPO, SimPO, ORPO, KTO, BCO, GRPO, JSD, KL, AlphaBeta, MiniLLM])
 def test_every_option_refuses_what_is_not_of_its_type(build):
-    needed, kinds = {"alpha": 0.5} if build is AlphaBeta else {}, set()
+    needed = {AlphaBeta: {"alpha": 0.5}, GRPO: {"loss_type": "dr_grpo", "max_completion_length": 9}}.get(build, {})
     for option in dataclasses.fields(build.options_type):
-        kind = str(option.type).partition(" | ")[0]
-        for wrong in OF_TYPES.get(kind, ()):
-            kinds.add(kind)
-            with pytest.raises((TypeError, ValueError), match=f"{option.name} must (be|lie)"):
+        words = f"({option.name}|^k) must (be|lie)|unknown {option.name}|needs {option.name}"
+        for wrong in OF_TYPES.get(str(option.type).partition(" | ")[0], ()):
+            with pytest.raises((TypeError, ValueError), match=words):
                 build(**{**needed, option.name: wrong})
-    assert len(kinds) > 1
-
-
-def test_building_a_loss_checks_what_differs_from_the_defaults(monkeypatch):
-    checked = []
-    monkeypatch.setattr(checks, "check_range", lambda name, *rest, **bounds: checked.append(name))
-    DPO(beta=0.3, label_smoothing=0.1)
-    assert {*checked} == {"beta", "label_smoothing"}
 
 
 def test_a_loss_is_frozen():
@@ -153,15 +127,7 @@ def test_what_is_printed_are_the_options_that_are_not_defaults():
     loss = DPO(beta=0.3, loss_type=["sigmoid", "sft"], use_ref_model=True)
     assert repr(loss) == "LigerFusedLinearDPOLoss(beta=0.3, loss_type=['sigmoid', 'sft'])"
     assert repr(CE()) == "LigerFusedLinearCrossEntropyLoss()"
-    assert "divergence=" in repr(generic())
-
-
-def test_a_subclass_may_have_a_constructor_without_arguments():
-    class Own(DPO):
-        def __init__(self):
-            super().__init__(beta=0.7)
-
-    assert Own().beta == 0.7
+    assert "divergence=" in repr(DistillationLoss(Divergence.forward_kl()))
 
 
 def test_how_to_stream_is_an_option():
@@ -169,8 +135,6 @@ def test_how_to_stream_is_an_option():
     for build in (CE, DPO, JSD):
         options = build().replace(**given).options
         assert {name: getattr(options, name) for name in given} == given
-    with pytest.raises(ValueError, match="workspace=100"):
-        CE().replace(workspace=100)(HEAD, D["h"], D["y"])
     for loss in (DPO(chunk_size=1), GRPO(chunk_size=1)):  # liger-kernel's, of completions
         assert (loss.chunk_size, loss.options.chunk_size) == (1, None)
 
@@ -190,20 +154,6 @@ def test_weights_may_be_tensors_modules_and_heads(name):
         )
     with_its_own = Head(weight, bias, LogitTransform(softcap=4.0))
     torch.testing.assert_close(tensors_of(LOSSES[name](with_its_own, theirs, D, softcap=4.0)), expected, equal_nan=True)
-    with pytest.raises(ValueError, match="softcap was given twice"):
-        LOSSES[name](Head(weight, transform=LogitTransform(softcap=3.0)), theirs, D, softcap=4.0)
-    with pytest.raises(TypeError, match=r"no nn\.Linear|must be a tensor"):
-        LOSSES[name](nn.LayerNorm(HIDDEN), theirs, D)
-
-
-def test_a_teachers_head():
-    head = Head(D["ref_weight"], D["bias"], LogitTransform(1.0, 1.1, 3.0))
-    made = Teacher(D["other"], head)
-    assert made.head.transform == head.transform
-    assert (made.head.weight is head.weight, made.head.bias is head.bias) == (True, True)
-    assert made.vocab_size == len(head.weight)
-    with pytest.raises(ValueError, match="teacher's head has temperature 2"):
-        LOSSES["JSD"](HEAD, Head(D["ref_weight"], transform=LogitTransform(2.0)), D)
 
 
 # --- Copies, signatures -----------------------------------------------------------------------------------------------

@@ -106,7 +106,7 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
     f"{ROWS} -k within_any_workspace": [
         ("chunked.core.block", "Collected.take", "block.gradient(", "assert ("),
     ],
-    "tests/results/test_life.py -k twice": [
+    "tests/results/test_life.py -k decided_in_forward": [
         ("chunked.core.stream", "_Losses.backward", "if gradients is None", "if False"),
     ],
     "tests/results/test_ranks.py -k several_processes": [

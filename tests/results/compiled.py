@@ -8,6 +8,7 @@ from liger_losses import AdaptiveEntropy, ChunkedLoss, Completions, Head, LogitT
 from tests.losses import CE, DPO, GRPO, JSD
 from tests.reference import relative_error, tensors_of
 from tests.results import losses as calls
+from tests.results.losses import gradients
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 B, H, V = calls.ROWS, calls.HIDDEN, calls.VOCAB
@@ -48,16 +49,6 @@ def structure(result):
         [structure(part) for part in (result.values() if isinstance(result, dict) else result)],
         list(result) if isinstance(result, dict) else None,
     )
-
-
-def gradients(result, leaves, scale=1.0):
-    """Of a sum of all outputs in which no two entries count alike. (Zeros are as good as none.)"""
-    outputs = [tensor for tensor in tensors_of(result) if tensor.requires_grad]
-    leaves = [leaf for leaf in leaves if leaf.requires_grad]
-    assert outputs, "nothing to differentiate"
-    weights = [(scale * torch.arange(1.0, 1 + o.numel()).cos()).view(o.shape).to(o) for o in outputs]
-    found = torch.autograd.grad(outputs, leaves, weights, allow_unused=True)
-    return [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(leaves, found, strict=True)]
 
 
 def assert_same(found, expected, tolerance=TOLERANCE):

@@ -5,10 +5,10 @@ A call gets a loss, the head, the head of another model (reference or teacher), 
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -151,19 +151,10 @@ class Plain:
         return chosen - rejected
 
     @property
-    def means(self) -> tuple[Tensor, Tensor]:
-        chosen, rejected = (self.logp.sum(1) / self.lengths).chunk(2)
-        return chosen, rejected
-
-    @property
     def nll(self) -> Tensor:
         """Of the chosen completions' tokens."""
         half = len(self.logp) // 2
         return -self.logp[:half].sum() / self.mask[:half].sum().clamp(min=1)
-
-    @property
-    def rewards(self) -> Tensor:
-        return 0.1 * (self.logp - self.ref).sum(1)
 
 
 def cross_entropy_with_options(p: Plain) -> Tensor:
@@ -181,12 +172,14 @@ def by_entropy(p: Plain) -> Tensor:
 
 
 def orpo(p: Plain) -> Tensor:
-    chosen, rejected = (mean - torch.log(-torch.expm1(mean)) for mean in p.means)
+    means = p.logp.sum(1) / p.lengths
+    chosen, rejected = (means - torch.log(-torch.expm1(means))).chunk(2)
     return -0.1 * F.logsigmoid(chosen - rejected).mean() + p.nll
 
 
-def unpaired(p: Plain, score: Callable[[Tensor], Tensor], shift: Tensor | float) -> Tensor:
-    return score(torch.where(p.d["signs"] > 0, 1.0, -1.0) * (p.rewards - shift)).mean()
+def bco(p: Plain) -> Tensor:
+    rewards = 0.1 * (p.logp - p.ref).sum(1)
+    return -F.logsigmoid(torch.where(p.d["signs"] > 0, 1.0, -1.0) * (rewards - rewards.mean().detach())).mean()
 
 
 def clipped(p: Plain, log_ratio: Tensor) -> Tensor:
@@ -272,10 +265,6 @@ class Loss(NamedTuple):
         return self.build(d["class_weight"], **options) if self.build is weighted else self.build(**options)
 
 
-def made_of(loss: Any, *arguments: Any, **fixed: Any) -> Callable[..., Any]:
-    return functools.partial(loss, *arguments, **fixed)
-
-
 def weighted(class_weight: Tensor, **options: Any) -> CE:
     flags = dict.fromkeys(("return_z_loss", "return_token_accuracy", "return_predicted_tokens"), True)
     return CE(class_weight, label_smoothing=0.1, lse_square_scale=1e-2, **flags, **options)
@@ -284,76 +273,70 @@ def weighted(class_weight: Tensor, **options: Any) -> CE:
 LOSSES = {
     "cross entropy": Loss(CE, plain_call, lambda p: p.mean(-p.logp)),
     "cross entropy, options": Loss(weighted, plain_call, cross_entropy_with_options),
-    "cross entropy, per token": Loss(made_of(CE, reduction="none"), plain_call, lambda p: -p.logp),
-    "cross entropy, by entropy": Loss(made_of(CE, token_scaling="entropy"), plain_call, by_entropy),
+    "cross entropy, per token": Loss(partial(CE, reduction="none"), plain_call, lambda p: -p.logp),
+    "cross entropy, by entropy": Loss(partial(CE, token_scaling="entropy"), plain_call, by_entropy),
     "cross entropy, many heads": Loss(
-        made_of(CE, head_weights=[1.0, 0.5, 0.8], return_token_accuracy=True),
+        partial(CE, head_weights=[1.0, 0.5, 0.8], return_token_accuracy=True),
         lambda loss, head, ref, d: loss([head, ref, head], [d["h"], d["h"], d["h"] + d["other"]], d["y"]),
     ),
     "DPO": Loss(
-        made_of(DPO, beta=0.3, compute_nll_loss=True), pairs, lambda p: -F.logsigmoid(0.3 * p.margin).mean() + p.nll
+        partial(DPO, beta=0.3, compute_nll_loss=True), pairs, lambda p: -F.logsigmoid(0.3 * p.margin).mean() + p.nll
     ),
-    "DPO, several": Loss(made_of(DPO, loss_type=["ipo", "sft"]), completions),
-    "CPO": Loss(
-        CPO,
-        pairs,
-        lambda p: -F.logsigmoid(0.1 * (p.logp.sum(1).chunk(2)[0] - p.logp.sum(1).chunk(2)[1])).mean() + p.nll,
-    ),
-    "SimPO": Loss(SimPO, pairs, lambda p: -F.logsigmoid(0.1 * (p.means[0] - p.means[1]) - 0.5).mean() + p.nll),
+    "DPO, several": Loss(partial(DPO, loss_type=["ipo", "sft"]), completions),
+    "CPO": Loss(CPO, pairs),
+    "SimPO": Loss(SimPO, pairs),
     "ORPO": Loss(ORPO, pairs, orpo),
-    "KTO": Loss(
-        made_of(KTO, use_ref_model=True), marked, lambda p: unpaired(p, lambda x: 1 - torch.sigmoid(x), 0.1 * 0.3)
-    ),
-    "BCO": Loss(BCO, marked, lambda p: unpaired(p, lambda x: -F.logsigmoid(x), p.rewards.mean().detach())),
-    "GRPO": Loss(made_of(GRPO, beta=0.1), policy, grpo),
+    "KTO": Loss(partial(KTO, use_ref_model=True), marked),
+    "BCO": Loss(BCO, marked, bco),
+    "GRPO": Loss(partial(GRPO, beta=0.1), policy, grpo),
     "GRPO, by items": Loss(
-        made_of(GRPO, beta=0.0, loss_type="dapo"),
+        partial(GRPO, beta=0.0, loss_type="dapo"),
         # The ranks of one head have one share of the items; processes with whole heads have one each.
         lambda loss, head, ref, d: policy(loss, head, ref, d, num_items_in_batch=40.0 / head.vocabulary_ranks),
     ),
-    "GRPO, sequences": Loss(made_of(GRPO, beta=0.0, importance_sampling_level="sequence"), policy, gspo),
+    "GRPO, sequences": Loss(partial(GRPO, beta=0.0, importance_sampling_level="sequence"), policy, gspo),
     "GRPO, two passes": Loss(
         # A quantile between two tokens, however many processes have copies of them.
-        made_of(GRPO, beta=0.0, importance_sampling_level="sequence", top_entropy_quantile=0.3, entropy_coef=0.1),
+        partial(GRPO, beta=0.0, importance_sampling_level="sequence", top_entropy_quantile=0.3, entropy_coef=0.1),
         policy,
     ),
     "GRPO, kept columns": Loss(
-        made_of(GRPO, beta=0.0), lambda loss, head, ref, d: policy(loss, head, ref, d, support=support(d))
+        partial(GRPO, beta=0.0), lambda loss, head, ref, d: policy(loss, head, ref, d, support=support(d))
     ),
     **{
-        f"GRPO, {name}": Loss(made_of(GRPO, loss_type=name, max_completion_length=7), call)
+        f"GRPO, {name}": Loss(partial(GRPO, loss_type=name, max_completion_length=7), call)
         for name, call in (
             *((name, policy) for name in ("grpo", "bnpo", "dr_grpo", "luspo", "cispo", "vespo", "gmpo")),
             *((name, policy_of_prompts) for name in ("real", "icepop")),
         )
     },
     "GRPO, score centering": Loss(
-        made_of(GRPO, beta=0.0, loss_type="importance", delta=1.1, sampler_term="score_centering"),
+        partial(GRPO, beta=0.0, loss_type="importance", delta=1.1, sampler_term="score_centering"),
         policy_of_sampler,
         centered,
     ),
     "GRPO, near the sampler": Loss(
-        made_of(GRPO, beta=0.0, sampler_term="reverse_kl", sampler_coef=0.2), policy_of_sampler, near_sampler
+        partial(GRPO, beta=0.0, sampler_term="reverse_kl", sampler_coef=0.2), policy_of_sampler, near_sampler
     ),
-    "GRPO, off-policy mask": Loss(made_of(GRPO, off_policy_mask_threshold=0.3), policy),
-    "JSD": Loss(made_of(JSD, beta=0.1, temperature=1.5), distilled, soft("JSD 0.1", 1.5)),
+    "GRPO, off-policy mask": Loss(partial(GRPO, off_policy_mask_threshold=0.3), policy),
+    "JSD": Loss(partial(JSD, beta=0.1, temperature=1.5), distilled, soft("JSD 0.1", 1.5)),
     "KL, anchored": Loss(
-        made_of(KL, weight_hard_loss=1.0, weight_soft_loss=0.1, token_scaling="probability"),
+        partial(KL, weight_hard_loss=1.0, weight_soft_loss=0.1, token_scaling="probability"),
         weighted_distillation,
         anchored,
     ),
     "JSD, whole teacher": Loss(JSD, from_whole_teacher),
-    "JSD, smaller teacher": Loss(made_of(JSD, temperature=1.5), from_smaller_teacher),
-    "soft loss of a smaller teacher": Loss(made_of(JSD, weight_hard_loss=0.0), from_smaller_teacher),
+    "JSD, smaller teacher": Loss(partial(JSD, temperature=1.5), from_smaller_teacher),
+    "soft loss of a smaller teacher": Loss(partial(JSD, weight_hard_loss=0.0), from_smaller_teacher),
     "KL": Loss(KL, distilled, soft("forward KL")),
     "KL, top-k": Loss(KL, from_top_k, top_k),
-    "KL, renormalized": Loss(made_of(KL, weight_hard_loss=0.0), from_renormalized, renormalized),
+    "KL, renormalized": Loss(partial(KL, weight_hard_loss=0.0), from_renormalized, renormalized),
     "KL, logits": Loss(KL, from_logits, soft("forward KL")),
-    "reverse KL": Loss(made_of(ReverseKL, 0.5, 0.5), distilled, soft("reverse KL")),
+    "reverse KL": Loss(partial(ReverseKL, 0.5, 0.5), distilled, soft("reverse KL")),
     "TVD": Loss(TVD, distilled, soft("total variation")),
-    "alpha-beta": Loss(made_of(AlphaBeta, 0.2, 0.7), distilled, soft("alpha-beta 0.2 0.7")),
+    "alpha-beta": Loss(partial(AlphaBeta, 0.2, 0.7), distilled, soft("alpha-beta 0.2 0.7")),
     "cosine": Loss(Cosine, distilled, soft("cosine", scale=0.5)),
-    "mixture": Loss(made_of(ll.DistillationLoss, ll.Divergence.mixture(0.2, 0.7, 0.6)), distilled),
+    "mixture": Loss(partial(ll.DistillationLoss, ll.Divergence.mixture(0.2, 0.7, 0.6)), distilled),
     "MiniLLM": Loss(MiniLLM, distilled, minillm),
 }
 
@@ -472,6 +455,16 @@ class Part:
         return cls(group, slice(start, start + sizes[dist.get_rank(group)]))
 
 
+def gradients(result, leaves, scale=1.0, **options):
+    """Of a sum of all results in which no two entries of one count alike. (Zeros are as good as none.)"""
+    outputs = [tensor for tensor in tensors_of(result) if tensor.requires_grad]
+    leaves = [leaf for leaf in leaves if leaf.requires_grad]
+    weights = [(scale * torch.arange(o.numel(), dtype=torch.float64).cos()).view(o.shape).to(o) for o in outputs]
+    found = torch.autograd.grad(outputs, leaves, weights, allow_unused=True, **options)
+    dense = [g.to_dense() if g is not None and g.is_sparse else g for g in found]
+    return [torch.zeros_like(leaf) if g is None else g for g, leaf in zip(dense, leaves, strict=True)]
+
+
 def run(call, d, variant, part=None):
     """Results, and gradients of hidden states, weight and bias, of a whole head or of one that is shared."""
     rows, group = (slice(None), None) if part is None else (part.rows, part.group)
@@ -481,15 +474,12 @@ def run(call, d, variant, part=None):
     head = ll.Head(weight, bias, variant.transform, group)
     ref = ll.Head(d["ref_weight"][rows], None, variant.transform, group)
     found = tensors_of(call(head, ref, {**d, "h": hidden}))
-    outputs = [tensor for tensor in found if tensor.requires_grad]
-    upstream = [torch.arange(1.0, 1 + o.numel()).cos().view(o.shape).to(o) for o in outputs]
     leaves = [leaf for leaf in (hidden, weight, bias) if leaf is not None and leaf.requires_grad]
-    grads = torch.autograd.grad(outputs, leaves, upstream, allow_unused=True, retain_graph=True)
-    again = torch.autograd.grad(outputs, leaves, upstream, allow_unused=True)
+    grads, again = gradients(found, leaves, retain_graph=True), gradients(found, leaves)
     for first, second in zip(grads, again, strict=True):
         # A second backward computes again what the first one had in memory.
-        assert relative_error(first.to_dense(), second.to_dense()) < (1e-6 if hidden.dtype == torch.float64 else 2e-2)
-    return found, [torch.zeros_like(leaf) if g is None else g.to_dense() for g, leaf in zip(grads, leaves, strict=True)]
+        assert relative_error(first, second) < (1e-6 if hidden.dtype == torch.float64 else 2e-2)
+    return found, grads
 
 
 def compare(call, d, variant, part):

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from liger_losses import Head, Teacher, linear_logps, linear_token_loss
 from tests.losses import CE, JSD
 from tests.reference import problem, tensors_of
-from tests.results.losses import LOSSES, OPERATIONS, batch, case_of
+from tests.results.losses import LOSSES, OPERATIONS, batch, case_of, gradients
 from tests.seam import as_on_a_gpu, leave_out_zero_rows
 
 pytestmark = pytest.mark.usefixtures("default_gpu")
@@ -29,24 +29,19 @@ class Call:
     """A loss or operation with leaves of its own: hidden states, weight and bias."""
 
     def __init__(self, name, dtype=torch.float64, **sizes):
-        self.name, self.d = name, batch(dtype, **sizes)
+        self.name, self.case, self.d = name, case_of(name), batch(dtype, **sizes)
         self.leaves = [self.d[key].clone().requires_grad_() for key in ("h", "weight", "bias")]
 
     def __call__(self, hidden=None, **options):
         hidden, weight, bias = self.leaves if hidden is None else [hidden, *self.leaves[1:]]
-        case = case_of(self.name)
-        call = partial(case, **options) if self.name in LOSSES else case
-        found = tensors_of(call(Head(weight, bias), Head(self.d["ref_weight"]), {**self.d, "h": hidden}))
-        found = [v.nan_to_num() for v in found if v.is_floating_point()]  # some metrics of no completion are NaN
+        found = self.case(Head(weight, bias), Head(self.d["ref_weight"]), {**self.d, "h": hidden}, **options)
         return sum(
-            (v * torch.arange(1, 1 + v.numel(), device=v.device).float().cos().view(v.shape)).sum() for v in found
+            (v.nan_to_num() * torch.arange(1, 1 + v.numel(), device=v.device).float().cos().view(v.shape)).sum()
+            for v in tensors_of(found)  # some metrics of no completion are NaN
         )
 
-    def gradients(self, loss, **options):
-        grads = torch.autograd.grad(loss, self.leaves, allow_unused=True, **options)
-        return [
-            torch.zeros_like(leaf) if g is None else g.to_dense() for g, leaf in zip(grads, self.leaves, strict=True)
-        ]
+    def gradients(self, loss):
+        return gradients(loss, self.leaves)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -101,19 +96,6 @@ def test_the_graph_is_freed(name):
         gc.enable()
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_backward_may_run_twice(name):
-    """And what was returned belongs to the caller."""
-    call = Call(name)
-    loss = call()
-    first = call.gradients(loss, retain_graph=True)
-    copies = [g.clone() for g in first]
-    for g in first:
-        g.fill_(7.0)
-    for a, b in zip(call.gradients(loss), copies, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-9)
-
-
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_trained_is_decided_in_forward(name, trained):
@@ -128,14 +110,6 @@ def test_what_is_trained_is_decided_in_forward(name, trained):
     loss.backward()
     torch.testing.assert_close(hidden.grad, 2 * first)
     assert trained or weight.grad is None
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_same_bits_from_run_to_run(name):
-    if torch.cuda.is_available() and "columns" in name:
-        pytest.skip("in fp64, PyTorch adds up columns in any order on a GPU")
-    first, second = ((loss.detach(), *call.gradients(loss)) for call in (Call(name), Call(name)) for loss in [call()])
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 @pytest.mark.parametrize("changed", ["weight", "hidden states"])
@@ -210,13 +184,12 @@ def test_activations_that_are_computed_again_or_moved(name, how):
 def test_new_tensors_are_on_the_device_of_the_inputs(name):
     """And not on torch's default device, which has no values here."""
     call = Call(name, torch.float32)
-    function = partial(LOSSES[name].call, LOSSES[name].made(call.d)) if name in LOSSES else OPERATIONS[name]
+    if name in LOSSES:  # built before
+        call.case = partial(LOSSES[name].call, LOSSES[name].made(call.d))
     with torch.device("meta"):
-        (hidden, *head), d = call.leaves, call.d
-        found = tensors_of(function(Head(*head), Head(d["ref_weight"]), {**d, "h": hidden}))
-        outputs = [value for value in found if value.requires_grad]
-        grads = torch.autograd.grad(outputs, call.leaves, list(map(torch.ones_like, outputs)), allow_unused=True)
-    assert all(value.device == hidden.device for value in (*found, *grads) if value is not None)
+        loss = call()
+        loss.backward()  # which takes gradients of a leaf's device alone
+    assert loss.device == call.leaves[0].device
 
 
 # --- No tokens, dtypes ------------------------------------------------------------------------------------------------
@@ -286,14 +259,6 @@ def test_no_gradient_where_no_loss_depends():
     loss, found = linear_token_loss(hidden, weight, labels, lambda s, y: torch.zeros_like(s.logp), metrics=("entropy",))
     assert not found.entropy.requires_grad
     assert not any(g.any() for g in torch.autograd.grad(loss, (hidden, weight)))
-
-
-def test_outputs_may_be_changed_in_place():
-    hidden, weight, labels, _ = problem(masked=0.0)
-    expected = torch.autograd.grad(2 * linear_logps(hidden, weight, labels).sum(), (hidden, weight))
-    logps = linear_logps(hidden, weight, labels)
-    logps.mul_(2)
-    torch.testing.assert_close(torch.autograd.grad(logps.sum(), (hidden, weight)), expected)
 
 
 # --- Nothing waits for the device -------------------------------------------------------------------------------------

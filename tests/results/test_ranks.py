@@ -13,7 +13,7 @@ from liger_losses import Head, linear_logps
 from tests.processes import BACKENDS, case_named, device_type, start
 from tests.reference import relative_error, tensors_of
 from tests.results.combinations import COLUMNS, Row, check, rows
-from tests.results.losses import LOSSES, OPERATIONS, VARIANTS, Part, batch, case_of, compare, run
+from tests.results.losses import LOSSES, OPERATIONS, VARIANTS, Part, batch, case_of, compare, gradients, run
 from tests.seam import BACKENDS as OF_CPUS
 from tests.seam import faster, small_tiles
 
@@ -107,9 +107,7 @@ def dtensors(world):
         with case_named(f"{name}, DTensors, {placement}"):
             found = tensors_of(call(Head(weight, bias), Head(ref), {**d, "h": hidden, "other": other}))
             torch.testing.assert_close(found, expected)
-            outputs = [tensor for tensor in found if tensor.requires_grad]
-            upstream = [torch.arange(1.0, 1 + o.numel()).cos().view(o.shape).to(o) for o in outputs]
-            grads = torch.autograd.grad(outputs, (hidden, weight, bias), upstream)
+            grads = gradients(found, (hidden, weight, bias))
             placements = [Partial() if placement == Replicate() else placement], [Shard(0)], [Shard(0)]
             for grad, at, b in zip(grads, placements, expected_grads, strict=True):
                 assert list(grad.placements) == at, (grad.placements, at)

@@ -1,24 +1,22 @@
 """The package without the private names of torch that it uses: it is imported, patches a model, and trains it right.
 
-``python -m tests.project.test_private_names`` prints a line of JSON for each case, and one with all names: whether
-``patch`` replaced the model's head (or the error), the reasons of what it left, and numbers. It imports the package
-once names are absent.
+``python -m tests.project.test_private_names 0`` prints whether ``patch`` replaced the model's head, the reasons of what
+it left, and numbers, without the names of the first case of the import.
 """
 
 import ast
 import importlib
 import itertools
 import json
-import os
 import pathlib
 import re
 import sys
-import traceback
 
 import pytest
 import torch
 from torch import nn
 
+from tests.models import small
 from tests.processes import printed_by
 
 #: Where modules keep their hooks.
@@ -36,39 +34,14 @@ AT_IMPORT = [
     ],
     [("torch", "_dynamo")],
 ]
-#: The package reads these in calls; in the last case, none is absent.
+#: The package reads these in calls.
 IN_CALLS = [
     [("torch.Tensor", "_base")],
     [("torch.Tensor", "_version")],
     [("torch.autograd.forward_ad", "_current_level")],
     [("torch.nn.Module", "_compiled_call_impl")],
     [("torch.nn.Module", name) for name in HOOKS],
-    [],
 ]
-
-
-class MLP(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gate, self.up, self.down = nn.Linear(8, 24), nn.Linear(8, 24), nn.Linear(24, 8)
-
-    def forward(self, x):
-        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
-
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed, self.norm, self.mlp, self.head = nn.Embedding(13, 8), nn.LayerNorm(8), MLP(), nn.Linear(8, 13)
-
-    def get_output_embeddings(self):
-        return self.head
-
-    def forward(self, ids, labels):
-        x = self.embed(ids)
-        logits = self.head(x + self.mlp(self.norm(x)))
-        loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-        return loss + logits.log_softmax(-1).gather(-1, labels[..., None]).mean()
 
 
 def absent(*_):
@@ -95,71 +68,46 @@ def take_away(place, name, patched):
         patched.setattr(torch.compiler, "is_exporting", lambda: False)
 
 
-def load():
-    """Import the package, and what it imports when it is used."""
-    import liger_losses
-    from liger_losses.layers import glu_kernels  # noqa: F401
-
-    return liger_losses, liger_losses.patch, liger_losses.linear_divergence, liger_losses.split_by_coefficient
-
-
-def run(names):
-    """Patch a model and train it, and call functions: whether the head was replaced, what was left, and all numbers."""
-    import liger_losses as liger
-    from liger_losses import checks
-    from liger_losses.kernels import divergence_terms, reading
-
+def run(places):
+    """Patch a model and train it, and call functions, without names."""
+    model = small(vocab_size=13, num_hidden_layers=2)
     torch.manual_seed(0)
-    model, ids = Model(), torch.randint(13, (3, 7))
-    report = liger.patch(model, tile_mlps=4)
-    loss = model(ids, labels=ids)
-    found = [loss, *torch.autograd.grad(loss, model.parameters())]
-    hidden, weight = torch.randn(3, 7, 8, requires_grad=True), model.head.weight.detach()
-    coefficients = torch.tensor([1.0, 0.0, 2.0])
-    outputs = liger.split_by_coefficient(lambda rows: hidden[rows], coefficients) * coefficients[:, None, None]
+    ids, hidden, weight = torch.randint(13, (3, 7)), torch.randn(3, 7, 16, requires_grad=True), torch.randn(13, 16)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(checks, "host_checks", lambda device: "_assert_async" not in names)
+        for place, name in places:
+            take_away(place, name, patched)
+        import liger_losses as liger
+        from liger_losses.kernels import divergence_terms, reading
+
+        report = liger.patch(model, tile_mlps=4)
+        loss = model(ids, labels=ids).loss
+        numbers = [loss, *torch.autograd.grad(loss, model.parameters())]
+        coefficients = torch.tensor([1.0, 0.0, 2.0])
+        outputs = liger.split_by_coefficient(lambda rows: hidden[rows], coefficients) * coefficients[:, None, None]
         logps = liger.linear_logps(hidden, weight, ids, temperature=torch.rand(3, 7) + 0.5)
-    found += [logps, *torch.autograd.grad(outputs.sum() + logps.sum(), hidden)]
-    which, teacher = liger.Divergence.forward_kl(), liger.Teacher(hidden.detach().flip(0), weight)
-    found.append(liger.linear_divergence(hidden, weight, ids, teacher, which).divergence)
-    assert divergence_terms.series_of(which).radius
-    with pytest.raises(RuntimeError):
-        reading.assert_on_device(torch.tensor(False))
-    numbers = torch.cat([value.detach().flatten() for value in found]).tolist()
-    return "head" in [entry.path for entry in report.replaced], [entry.reason for entry in report.left], numbers
+        numbers += [logps, *torch.autograd.grad(outputs.sum() + logps.sum(), hidden)]
+        which, teacher = liger.Divergence.forward_kl(), liger.Teacher(hidden.detach().flip(0), weight)
+        numbers.append(liger.linear_divergence(hidden, weight, ids, teacher, which).divergence)
+        assert divergence_terms.series_of(which).radius
+        with pytest.raises(RuntimeError):
+            reading.assert_on_device(torch.tensor(False))
+    numbers = torch.cat([value.detach().flatten() for value in numbers]).tolist()
+    return "lm_head" in [entry.path for entry in report.replaced], [entry.reason for entry in report.left], numbers
 
 
-def result_of(names, at_import):
-    try:
-        with pytest.MonkeyPatch.context() as patched:
-            for place, name in names:
-                take_away(place, name, patched)
-            load()
-            found = None if at_import else run([name for _, name in names])
-        return json.dumps(found or run([name for _, name in names]))
-    except BaseException as error:
-        traceback.print_exc()
-        return json.dumps([f"{type(error).__name__}: {error}", [], []])
-
-
-def main():
-    """A process for each case of the import, which starts with what others import too."""
-    import torch._dynamo
-    import torch.fx.experimental.symbolic_shapes  # noqa: F401
-    import triton.language  # noqa: F401
-
-    for names in AT_IMPORT:
-        reader, writer = os.pipe()
-        if not os.fork():
-            os.write(writer, result_of(names, at_import=True).encode())
-            os._exit(0)
-        os.close(writer)
-        with os.fdopen(reader) as found:
-            print(found.read(), flush=True)
-        os.wait()
-    for names in IN_CALLS:
-        print(result_of(names, at_import=False), flush=True)
+@pytest.mark.parametrize("case", range(len(AT_IMPORT) + len(IN_CALLS)))
+def test_without_private_names(case):
+    names, expected = (AT_IMPORT + IN_CALLS)[case], run([])
+    if names in AT_IMPORT:
+        replaced, reasons, numbers = json.loads(
+            printed_by("-W", "ignore", "-m", "tests.project.test_private_names", case)
+        )
+    else:
+        replaced, reasons, numbers = run(names)
+    assert replaced == (names != IN_CALLS[-1])
+    assert not replaced or reasons == expected[1]
+    assert replaced or all("hooks" in reason for reason in reasons)
+    assert numbers == pytest.approx(expected[-1], rel=1e-4, abs=1e-5)
 
 
 #: Of transformers and accelerate, which modules need not have; of named tuples; and the package's own.
@@ -169,17 +117,6 @@ OTHERS |= {"_buffers", "_global_backward_hooks", "_global_backward_pre_hooks"}  
 OTHERS |= {"_backward", "_ce_weight"}  # the end of an operator's name, and a buffer of a loss
 OTHERS |= {"_scaled_dot_product_cudnn_attention"}  # torch's operator, by which the doctor knows what attention keeps
 LISTED = [*itertools.chain.from_iterable(AT_IMPORT + IN_CALLS)]
-
-
-def test_without_private_names():
-    """In one process, as starting it takes longer than a name does."""
-    printed = printed_by("-W", "ignore", "-m", "tests.project.test_private_names")
-    results = [json.loads(line) for line in printed.splitlines()]
-    for names, (replaced, reasons, numbers) in zip(AT_IMPORT + IN_CALLS, results, strict=True):
-        has_hooks = names != IN_CALLS[-2]
-        assert replaced == has_hooks, f"{names}: {replaced}"
-        assert ["hooks" in reason for reason in reasons] == [True] * (0 if has_hooks else 3), names
-        assert numbers == pytest.approx(results[-1][2], rel=1e-4, abs=1e-5), names
 
 
 @pytest.mark.parametrize("name", HOOKS)
@@ -197,32 +134,34 @@ def test_the_list_has_the_names_that_the_package_uses():
 
     Places in packages that it integrates with are names too, and have tests of their own.
     """
-    from liger_losses.layers.plain import HOOKS as KINDS
-
-    used, own, text = set(), set(), ""
+    used, own = set(), set()
     folder = pathlib.Path(__file__).parents[2] / "liger_losses"
-    for path in folder.rglob("*.py"):
-        if path.relative_to(folder).parts[0] in ("trl", "integrations"):
-            continue
-        text += path.read_text()
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Attribute | ast.Name):
-                name = node.attr if isinstance(node, ast.Attribute) else node.id
-                (own if isinstance(node.ctx, ast.Store) else used).add(name)
-            elif isinstance(node, ast.FunctionDef | ast.ClassDef):
-                own.add(node.name)
-            elif isinstance(node, ast.ImportFrom) and node.module != "__future__":
-                own |= {alias.asname for alias in node.names if alias.asname}
-                if not str(node.module).startswith("liger_losses"):
-                    used |= {alias.name for alias in node.names} | {*str(node.module).split(".")}
-            elif isinstance(node, ast.Constant) and re.fullmatch(r"[a-zA-Z_.]*\b_[a-z]\w+", str(node.value)):
-                used |= {*str(node.value).split(".")}
+    paths = [path for path in folder.rglob("*.py") if path.parent.name not in ("trl", "integrations", "liger")]
+    text = "".join(path.read_text() for path in paths)
+    for node in (node for path in paths for node in ast.walk(ast.parse(path.read_text()))):
+        match node:
+            case ast.Name(id=name, ctx=context) | ast.Attribute(attr=name, ctx=context):
+                (own if isinstance(context, ast.Store) else used).add(name)
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.alias(asname=str(name)):
+                own.add(name)
+            case ast.Constant(value=str(value)) if re.fullmatch(r"[a-zA-Z_.]*\b_[a-z]\w+", value):
+                used |= {*value.split(".")}
+        if isinstance(node, ast.ImportFrom) and not str(node.module).startswith(("liger_losses", "__future__")):
+            used |= {alias.name for alias in node.names} | {*str(node.module).split(".")}
     listed = {part for place, name in LISTED for part in f"{place}.{name}".split(".")}
     private = {name for name in used - own if re.match("_[^_]", name) and not name.startswith("_liger")}
-    assert HOOKS == KINDS
     assert private - OTHERS <= listed
     assert not [name for _, name in LISTED if name not in text]
 
 
 if __name__ == "__main__":
-    main()
+    import torch._dynamo
+    import triton.language  # noqa: F401
+
+    small(vocab_size=13, num_hidden_layers=2)  # transformers is imported before names are absent
+    with pytest.MonkeyPatch.context() as patch:
+        for owner_and_name in AT_IMPORT[int(sys.argv[1])]:
+            take_away(*owner_and_name, patch)
+        from liger_losses import *  # noqa: F403
+        from liger_losses.layers import glu_kernels  # noqa: F401
+    print(json.dumps(run([])))

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from liger_losses.kernels.reading import assert_on_device
-from liger_losses.kernels.tracing import when_compiling
 
 #: The site that ``make docs`` builds; the same as in pyproject.toml, which a test compares.
 DOCUMENTATION = "https://liger-losses.github.io/liger-losses/"
@@ -65,11 +64,9 @@ def one_each(value: Any, count: int) -> list[Any]:
 
 def meant(name: str, known: Iterable[str]) -> str:
     """In brackets, which of the known names this one is close to, if it is close to one."""
-    close = difflib.get_close_matches(name, list(known), 1)
+    known = list(known)
+    close = difflib.get_close_matches(name, known, len(known) + 1)  # torch.compile cannot trace how it takes the best
     return f" (did you mean {close[0]!r}?)" if close else ""
-
-
-when_compiling(lambda: torch.compiler.assume_constant_result(meant))
 
 
 def check_names(

@@ -22,8 +22,8 @@ from typing import Any
 
 from torch import nn
 
+from liger_losses.integrations.imports import when_imported
 from liger_losses.integrations.loading import patch_loaded_models
-from liger_losses.kernels.imports import when_imported
 
 #: Modules of ``liger_losses.integrations`` with a function ``install()``.
 INSTALLABLE = ("liger", "verl")

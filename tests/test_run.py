@@ -11,7 +11,7 @@ import pytest
 
 import liger_losses
 from liger_losses.integrations import loading
-from liger_losses.kernels import imports
+from liger_losses.integrations.imports import Awaited
 from liger_losses.run import main
 from tests.integrations.models import llama
 
@@ -81,7 +81,7 @@ def test_transformers_and_trl_are_left_to_the_script(tmp_path, monkeypatch):
     for name in [name for name in sys.modules if name.partition(".")[0] == "trl"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.delitem(sys.modules, "transformers.modeling_utils", raising=False)
-    monkeypatch.setattr(imports, "_waiting", {})
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
     enabled = []
     monkeypatch.setattr(liger_losses.trl, "enable", lambda: enabled.append("trl" in sys.modules))
     (tmp_path / "trl.py").write_text("")
@@ -94,7 +94,7 @@ def test_transformers_and_trl_are_left_to_the_script(tmp_path, monkeypatch):
     finally:
         sys.modules.pop("trl", None)
     assert enabled == [True]
-    assert list(imports._waiting) == ["transformers.modeling_utils"]
+    assert [each.name for each in sys.meta_path if isinstance(each, Awaited)] == ["transformers.modeling_utils"]
 
 
 def test_trl_that_is_not_installed_is_named_before_the_script_runs(monkeypatch, capfd):

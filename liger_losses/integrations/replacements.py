@@ -8,7 +8,7 @@ import logging
 from types import ModuleType
 
 from liger_losses.caller import warn
-from liger_losses.kernels.imports import forget, when_imported
+from liger_losses.integrations.imports import forget, when_imported
 from liger_losses.places import Missing, Place, Replaced
 
 _LOG = logging.getLogger("liger_losses")

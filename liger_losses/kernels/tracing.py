@@ -1,39 +1,25 @@
-"""Marks for torch.compile that are set when it is first used, since its import takes twice as long as torch's.
+"""Functions at whose calls graphs of torch.compile end, without importing the compiler.
 
-Decorators such as ``torch.compiler.disable`` import the compiler. Here they wait until something else imports it, as
-``torch.compile`` itself does, so that they are in place before anything is traced.
+``torch.compiler.disable`` imports it, which takes twice as long as torch's own import.
 """
 
 from __future__ import annotations
 
-import importlib.util
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from liger_losses.kernels.imports import when_imported
-
-#: What ``torch.compile`` imports. If a version of torch has no such module, marks are set at once.
-COMPILER = "torch._dynamo"
-_HAS_COMPILER = importlib.util.find_spec(COMPILER) is not None
+F = TypeVar("F", bound=Callable[..., Any])
 
 
-def when_compiling(mark: Callable[[], Any]) -> None:
-    """Call ``mark`` once the compiler is imported: now, if it is already."""
-    if _HAS_COMPILER:
-        when_imported(COMPILER, lambda module: mark())
-    else:
-        mark()
+def outside_graphs(function: F) -> F:
+    """Decorate a function: the compiler calls it under ``torch.compiler.disable``."""
 
+    @functools.wraps(function)
+    def wrapped(*arguments: Any, **keywords: Any) -> Any:
+        call = torch.compiler.disable(function) if torch.compiler.is_dynamo_compiling() else function
+        return call(*arguments, **keywords)
 
-def outside_graphs(owner: Any, name: str) -> None:
-    """Apply ``torch.compiler.disable`` to a function of a class, or of a file's ``globals()``: graphs end there."""
-
-    def mark() -> None:
-        if isinstance(owner, dict):
-            owner[name] = torch.compiler.disable(owner[name])
-        else:
-            setattr(owner, name, torch.compiler.disable(getattr(owner, name)))
-
-    when_compiling(mark)
+    return wrapped  # type: ignore[return-value]

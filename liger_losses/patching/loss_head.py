@@ -107,15 +107,13 @@ def _product(input: Any, weight: Tensor, bias: Tensor | None = None) -> Any:
     return pending_product(hidden_states, Head(weight, bias, LogitTransform()))
 
 
+@outside_graphs
 def _quantized_product(hidden_states: Tensor, weight: Any, bias: Tensor | None, operand: Any = None) -> PendingLogits:
     """The product with a quantized weight, or a layer that has one, in the dtype of the hidden states."""
     dtype, operand = hidden_states.dtype, operand or hidden_states.dtype
     head = Head(find_quantized(weight), None if bias is None else bias.to(operand))  # type: ignore[arg-type]
     logits = pending_product(hidden_states.to(operand), head)
     return logits if operand == dtype else logits.with_changes(dtype=dtype)
-
-
-outside_graphs(globals(), "_quantized_product")
 
 
 class KeepGathered(torch.autograd.Function):
@@ -380,12 +378,10 @@ def _is_pending(layer: Any) -> bool:
     return threading.get_ident() in threads or 0 in threads
 
 
+@outside_graphs
 def _do_not_reshard(unit: Any) -> None:
     """A unit of ``fully_shard`` keeps its weights from its forward to its backward."""
     unit.set_reshard_after_forward(False, recurse=False)
-
-
-outside_graphs(globals(), "_do_not_reshard")
 
 
 @contextlib.contextmanager

@@ -53,6 +53,7 @@ def compute_tiled(compute: Compute, module: nn.Module, x: Tensor, tokens: int | 
     return _compute_tiled(compute, module, x, tokens)
 
 
+@outside_graphs  # torch.compile cannot trace the backward
 def _compute_tiled(compute: Compute, module: nn.Module, x: Tensor, tokens: int) -> Tensor:
     weights = {name: weight for name, weight in module.named_parameters() if weight.requires_grad}
     training = torch.is_grad_enabled() and (x.requires_grad or bool(weights))
@@ -65,9 +66,6 @@ def _compute_tiled(compute: Compute, module: nn.Module, x: Tensor, tokens: int) 
     if autocast_dtype(x.device) is not None:
         torch.clear_autocast_cache()  # older torch gives later layers weights that were cast without gradients
     return out
-
-
-outside_graphs(globals(), "_compute_tiled")  # torch.compile cannot trace the backward
 
 
 class _SavedFirst(torch.autograd.Function):

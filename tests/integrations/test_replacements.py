@@ -10,8 +10,8 @@ import warnings
 
 import pytest
 
+from liger_losses.integrations import imports
 from liger_losses.integrations.replacements import Replacements, announce
-from liger_losses.kernels import imports
 from liger_losses.places import Place
 
 

@@ -20,7 +20,7 @@ from liger_losses.chunked.core.head import Head
 from liger_losses.chunked.core.quantizers import QuantizedWeight
 from liger_losses.chunked.core.ranks import ALONE, Ranks
 from liger_losses.chunked.core.statistics import registered
-from liger_losses.kernels.tracing import when_compiling
+from liger_losses.kernels.tracing import outside_graphs
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -37,9 +37,6 @@ def operator(function: F) -> F:
     The options of a loss must be equal on ranks that share a vocabulary.
     """
 
-    def wrong(count: int, keywords: tuple[str, ...], kind: Any) -> str | None:
-        return wrong_arguments(function, count, keywords, kind)
-
     names = tuple(inspect.signature(function).parameters)
     of_loss = names[0] == "self"
 
@@ -52,7 +49,7 @@ def operator(function: F) -> F:
         elif "weight" in keywords and "head" not in keywords:  # an earlier name
             keywords = {"head" if name == "weight" else name: value for name, value in keywords.items()}
         if is_dynamo_compiling():
-            message = wrong(len(positional), tuple(keywords), kind)
+            message = wrong_arguments(function, len(positional), keywords, kind)
             if message is not None:
                 raise TypeError(message)
             reason = outside_of_graphs([loss, *positional, *keywords.values()])
@@ -65,11 +62,12 @@ def operator(function: F) -> F:
         try:
             return function(*arguments, **keywords)
         except TypeError as error:
-            message = wrong(len(positional), tuple(keywords), kind) if type(error) is TypeError else None
+            message = wrong_arguments(function, len(positional), keywords, kind) if type(error) is TypeError else None
             if message is None:
                 raise
             raise TypeError(message) from None
 
+    @outside_graphs
     def eagerly(reason: str, *arguments: Any, **keywords: Any) -> Any:
         warn(
             f"{function.__qualname__} ends the graph of a compiled function, which cannot hold {reason}: it runs as "
@@ -77,12 +75,6 @@ def operator(function: F) -> F:
         )
         return wrapped(*arguments, **keywords)
 
-    def mark() -> None:
-        nonlocal eagerly
-        eagerly = torch.compiler.disable(eagerly)
-        torch.compiler.assume_constant_result(wrong)
-
-    when_compiling(mark)
     return wrapped  # type: ignore[return-value]
 
 

@@ -20,7 +20,6 @@ from liger_losses.chunked.core.quantizers import QuantizedWeight, find_quantized
 from liger_losses.chunked.core.ranks import ALONE, Ranks, local_rows, share_mesh, share_vocabulary
 from liger_losses.chunked.core.weights import Concatenated, Dense, Products, Quantized, Weights, WithAdapters
 from liger_losses.kernels.logit_transform import LogitTransform
-from liger_losses.kernels.tracing import outside_graphs
 
 #: The default of ``Head(batch_invariant=)``.
 BATCH_INVARIANT_VARIABLE = "LIGER_LOSSES_BATCH_INVARIANT"
@@ -239,9 +238,6 @@ class Head:
         """The same head as a constant."""
         bias = None if self.bias is None else self.bias.detach()
         return self.with_fields(weight=self.weight.detach(), bias=bias)
-
-
-outside_graphs(globals(), "share_vocabulary")  # it exchanges messages
 
 
 def _checked(

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from liger_losses.checks import check_group, check_tensor, see
 from liger_losses.chunked.core.agreement import all_gather, compare, known_of, lines_of
+from liger_losses.kernels.tracing import outside_graphs
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -181,6 +182,7 @@ def share_mesh(weight: Any) -> Ranks:
     return shard
 
 
+@outside_graphs  # it exchanges messages
 def share_vocabulary(group: dist.ProcessGroup, rows: int, device: torch.device, facts: Mapping[str, Any]) -> Ranks:
     """Learn how many rows of a head the others have, once its facts are equal on all ranks.
 

@@ -195,7 +195,7 @@ class ChunkedLoss(nn.Module):
         if hasattr(init, "options_type") and list(inspect.signature(init).parameters) == ["self"]:
             del cls.__init__
         elif init is not None:  # torch.compile cannot trace it
-            outside_graphs(cls, "__init__")
+            cls.__init__ = outside_graphs(init)  # type: ignore[method-assign]
         for name in [field.name for field in fields(cls.options_type)]:
             if not hasattr(cls, name):
                 setattr(cls, name, _option(name))
@@ -224,6 +224,7 @@ class ChunkedLoss(nn.Module):
         """Take these options: once, as a loss is built."""
         object.__setattr__(self, "settings", settings)
 
+    @outside_graphs
     def replace(self, **options: Any) -> Self:
         """The same loss with other options. State (BCO's running mean) is copied, and goes on separately; the copy has
         the hooks that were registered before.
@@ -408,4 +409,3 @@ class ChunkedLoss(nn.Module):
 
 
 ChunkedLoss._complete()
-outside_graphs(ChunkedLoss, "replace")

@@ -41,6 +41,8 @@ from liger_losses.patching.swap import (
 #: The attribute of a head's layers with the numbers of the threads in which they return pending logits: 0 in compiled
 #: code, which cannot ask for it.
 _PENDING = "_liger_losses_pending"
+#: The attribute of a prepared head that says whether the model's loss shifts the labels, once that is known.
+SHIFTS = "_liger_losses_shifts"
 _BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 _BACKWARD_HOOKS_OF_ALL = ("_global_backward_hooks", "_global_backward_pre_hooks")
 _PARALLELIZED = (
@@ -524,6 +526,7 @@ def unpatch_head(model: nn.Module) -> None:
         if getattr(forward, "func", None) in (_with_loss, _shared_forward):
             module.forward = forward.args[0]
         vars(module).pop(_PENDING, None)
+        vars(module).pop(SHIFTS, None)
         if isinstance(replacement_of(module), (LossForward, _HeadKind)):
             restore(module)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import weakref
 from typing import Any, NamedTuple
 
 import torch
@@ -15,13 +14,10 @@ from torch.overrides import TorchFunctionMode
 from liger_losses.checks import check_labels, see
 from liger_losses.chunked import Head
 from liger_losses.chunked import shift_labels as shifted_labels
-from liger_losses.patching.loss_head import owner_of_head, pending_logits, reason_against_head
+from liger_losses.patching.loss_head import SHIFTS, head_of, owner_of_head, pending_logits, reason_against_head
 from liger_losses.patching.pending import PendingLogits
 from liger_losses.prompts.attention import attending, check_model
 from liger_losses.prompts.packing import PackedCompletions
-
-#: For classes of models: whether the loss shifts the labels.
-_SHIFTS: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
 
 
 class LossInputs(NamedTuple):
@@ -76,7 +72,7 @@ def loss_inputs(
             ``shift_labels``, of a model whose loss does not shift them, such as a masked language model; labels that
             are missing or do not fit the hidden states.
 
-    The first forward of each class is given labels that show whether it shifts them.
+    The first forward of each model is given labels that show whether it shifts them.
     """
     if by_position or not (packed is None or isinstance(packed, PackedCompletions)):
         raise TypeError("pass the batch by keyword: loss_inputs(model, input_ids=..., attention_mask=...).")
@@ -104,13 +100,13 @@ def loss_inputs(
     if reason:
         raise TypeError(f"{reason}." + see("models-that-cannot-be-patched"))
     shifted = _shifted(targets, batch.get("attention_mask"), ignore_index) if shift_labels is None else targets
-    asks = shift_labels is None and type(inner) not in _SHIFTS and _can_ask(inner, targets, batch)
+    asks = shift_labels is None and not hasattr(head_of(inner), SHIFTS) and _can_ask(inner, targets, batch)
     losses = _Losses()
     with pending_logits(inner), losses if asks else contextlib.nullcontext():
         output = model(**batch, labels=_first_alone(targets)) if asks else model(**batch)
     if losses.labels:
-        _SHIFTS[type(inner)] = not any(bool((labels != -100).any()) for labels in losses.labels)
-    if shift_labels is None and not _SHIFTS.get(type(inner), True):
+        setattr(head_of(inner), SHIFTS, not any(bool((labels != -100).any()) for labels in losses.labels))
+    if shift_labels is None and not getattr(head_of(inner), SHIFTS, True):
         raise ValueError(
             f"{name} does not shift its labels, as a causal language model does: the logits of a token are "
             "compared with that token's label. Give a causal language model, or pass the labels as "

@@ -23,26 +23,10 @@ from liger_losses.kernels.autograd import autocast_dtype
 #: ``liger_losses.patching.pending`` has the class, which has these operations.
 PendingLogits = Any
 
-#: By the names of methods, functions and operators; with their signatures.
-OPERATIONS: dict[str, tuple[Callable[..., Any], inspect.Signature]] = {}
 #: No label has this value, so that as ``ignore_index`` it ignores no token.
 _NO_LABEL = -(2**62)
 #: Steps whose results are no logits, and the operations on these.
 _LAST_STEPS = {"softmax": (), "kl_div": ("sum",)}
-
-
-def _operation(names: str) -> Callable[[Any], Any]:
-    def register(function: Any) -> Any:
-        OPERATIONS.update(dict.fromkeys(names.split(), (function, inspect.signature(function))))
-        return function
-
-    return register
-
-
-def _by_name(names: str, function: Callable[..., Any]) -> None:
-    """Operations that are one function of their name."""
-    for name in names.split():
-        _operation(name)(partial(function, name))
 
 
 def compute(name: str, logits: PendingLogits, *args: Any, **kwargs: Any) -> Any:
@@ -51,12 +35,11 @@ def compute(name: str, logits: PendingLogits, *args: Any, **kwargs: Any) -> Any:
         return NotImplemented
     if any(kwargs.pop(deprecated, None) is not None for deprecated in ("size_average", "reduce")):
         return NotImplemented
-    operation, signature = OPERATIONS[name]
     try:
-        signature.bind(logits, *args, **kwargs)
+        _SIGNATURES[name].bind(logits, *args, **kwargs)
     except TypeError:  # arguments that it does not take
         return NotImplemented
-    return operation(logits, *args, **kwargs)
+    return OPERATIONS[name](logits, *args, **kwargs)
 
 
 def _is_vocabulary(logits: PendingLogits, dim: Any) -> bool:
@@ -68,7 +51,6 @@ def _is_vocabulary(logits: PendingLogits, dim: Any) -> bool:
 # --- Tokens: the hidden states are reshaped and chosen ----------------------------------------------------------------
 
 
-@_operation("view reshape")
 def _reshape(logits: PendingLogits, *shape: Any) -> Any:
     sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
     (*tokens, size), hidden_states = logits.shape, logits.hidden_states
@@ -94,13 +76,6 @@ def _on_tokens(name: str, logits: PendingLogits, *args: Any, **kwargs: Any) -> A
     return NotImplemented if not parts else parts if several else parts[0]
 
 
-_by_name("flatten split chunk unbind transpose permute unsqueeze squeeze", _on_tokens)
-_operation("contiguous")(lambda logits: logits.with_rows(logits.hidden_states.contiguous()))
-_operation("clone")(lambda logits: logits.with_changes())
-_operation("detach")(lambda logits: logits.with_rows(logits.hidden_states.detach(), head=logits.head.detach()))
-
-
-@_operation("__getitem__")
 def _getitem(logits: PendingLogits, index: Any) -> Any:
     """Any index of tokens, and a slice of the vocabulary."""
     parts = index if isinstance(index, tuple) else (index,)
@@ -144,9 +119,6 @@ def _cast(name: str, logits: PendingLogits, *args: Any, **kwargs: Any) -> Any:
     return logits.with_step("to", like.dtype).with_changes(dtype=like.dtype)
 
 
-_by_name("to float double half bfloat16", _cast)
-
-
 def _scale(name: str, logits: PendingLogits, other: Any) -> Any:
     """Multiply or divide by a number: a scale of the head, and of its soft-cap if there is one. Or multiply by a vector
     ``[V]``: a scale of each row."""
@@ -168,24 +140,17 @@ def _scale(name: str, logits: PendingLogits, other: Any) -> Any:
     return logits.with_step(name, other, **changes)
 
 
-_operation("mul multiply __mul__ __rmul__")(partial(_scale, "mul"))
-_operation("div divide true_divide __truediv__")(partial(_scale, "div"))
-
-
-@_operation("tanh")
 def _tanh(logits: PendingLogits) -> Any:
     if logits.normalized or logits.head.transform.softcap is not None:
         return NotImplemented
     return logits.with_step("tanh", softcap=1.0)
 
 
-@_operation("neg negative __neg__")
 def _neg(logits: PendingLogits) -> Any:
     """Negate log-probabilities, as losses do; to negate other logits, their values are computed."""
     return logits.with_step("neg") if logits.normalized else NotImplemented
 
 
-@_operation("add __add__ __radd__")
 def _add(logits: PendingLogits, other: Any) -> Any:
     """Add a bias ``[V]`` to a head's product; or add another product, such as an adapter's: both heads side by side."""
     head, dtype = logits.head, logits.dtype
@@ -236,10 +201,6 @@ def _softmax(
     return cast if cast is NotImplemented else cast.with_step(name, -1)
 
 
-_by_name("softmax log_softmax", _softmax)
-
-
-@_operation("kl_div")
 def _kl_div(log_probs: PendingLogits, target: Any, *, reduction: str = "mean", log_target: bool = False) -> Any:
     """The terms of the divergence from a teacher, which have a sum; or that sum."""
     divisors = {"none": 1, "sum": 1, "batchmean": log_probs.shape[0], "mean": log_probs.numel()}
@@ -276,10 +237,6 @@ def _cross_entropy(
     return loss if autocast_dtype(loss.device) is not None else loss.to(logits.dtype)
 
 
-_by_name("cross_entropy nll_loss", _cross_entropy)
-
-
-@_operation("gather")
 def _gather(logits: PendingLogits, dim: int, index: Tensor) -> Any:
     """Logits or log-probabilities of some columns: ``logit = logp + lse``."""
     if not _is_vocabulary(logits, dim) or index.shape[:-1] != logits.shape[:-1] or not index.shape[-1]:
@@ -299,12 +256,10 @@ def _columns(logits: PendingLogits, labels: Tensor | None, name: str, **options:
     return (logps if logits.normalized else logps + statistics.lse[..., None]).to(logits.dtype), statistics
 
 
-@_operation("take_along_dim")
 def _take_along_dim(logits: PendingLogits, indices: Tensor, dim: int) -> Any:
     return NotImplemented if indices.dim() != len(logits.shape) else _gather(logits, dim, indices)
 
 
-@_operation("topk")
 def _topk(logits: PendingLogits, k: Any, dim: Any = -1, largest: bool = True, sorted: bool = True) -> Any:
     """The largest logits or log-probabilities, in descending order."""
     known = type(k) is int and 1 <= k <= logits.shape[-1] and largest and not logits.negated and logits.ndim > 1
@@ -318,7 +273,6 @@ def _topk(logits: PendingLogits, k: Any, dim: Any = -1, largest: bool = True, so
 _ROWS = 1024
 
 
-@_operation("argmax")
 @torch.no_grad()
 def _argmax(logits: PendingLogits, dim: int | None = None, keepdim: bool = False) -> Any:
     """Of the model's logits, whose rounding decides ties; they exist for some tokens at a time."""
@@ -351,4 +305,34 @@ def _sum(
     return (result[..., None] if keepdim else result).to(dtype or logits.dtype)
 
 
-_by_name("logsumexp mean sum", _sum)
+# --- The table --------------------------------------------------------------------------------------------------------
+
+_OPERATIONS: dict[str, Callable[..., Any]] = {
+    "view reshape": _reshape,
+    "contiguous": lambda logits: logits.with_rows(logits.hidden_states.contiguous()),
+    "clone": lambda logits: logits.with_changes(),
+    "detach": lambda logits: logits.with_rows(logits.hidden_states.detach(), head=logits.head.detach()),
+    "__getitem__": _getitem,
+    "mul multiply __mul__ __rmul__": partial(_scale, "mul"),
+    "div divide true_divide __truediv__": partial(_scale, "div"),
+    "tanh": _tanh,
+    "neg negative __neg__": _neg,
+    "add __add__ __radd__": _add,
+    "kl_div": _kl_div,
+    "gather": _gather,
+    "take_along_dim": _take_along_dim,
+    "topk": _topk,
+    "argmax": _argmax,
+}
+#: Functions that take the name of the operation first.
+_NAMED: dict[str, Callable[..., Any]] = {
+    "flatten split chunk unbind transpose permute unsqueeze squeeze": _on_tokens,
+    "to float double half bfloat16": _cast,
+    "softmax log_softmax": _softmax,
+    "cross_entropy nll_loss": _cross_entropy,
+    "logsumexp mean sum": _sum,
+}
+#: By the names of methods, functions and operators.
+OPERATIONS = {name: function for names, function in _OPERATIONS.items() for name in names.split()}
+OPERATIONS |= {name: partial(function, name) for names, function in _NAMED.items() for name in names.split()}
+_SIGNATURES = {name: inspect.signature(function) for name, function in OPERATIONS.items()}

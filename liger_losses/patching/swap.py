@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copyreg
 import functools
-import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -219,17 +218,13 @@ def hooks_of(module: nn.Module, kind: str) -> dict[int, Any]:
     return getattr(module, kind, {0: None})
 
 
-#: The classes with methods replaced, as long as a module has them.
-_subclasses: weakref.WeakValueDictionary[Any, type[nn.Module]] = weakref.WeakValueDictionary()
-
-
 def _subclass(original: type[nn.Module], replacement: Replacement, probed: frozenset[str]) -> type[nn.Module]:
     """The class with methods replaced; there is one for each class, its methods, replacement and probed attributes."""
     replaced = tuple([getattr(original, name) for name in replacement.methods])
-    key = original, replacement, probed, replaced
-    known = _subclasses.get(key)
-    if known is not None:
-        return known
+    key = replacement, probed, replaced
+    for subclass in type.__subclasses__(original):
+        if vars(subclass).get("_liger_key") == key:
+            return subclass
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
         # The class exists in memory only; a pickle names the original class and the replacement.
@@ -259,10 +254,9 @@ def _subclass(original: type[nn.Module], replacement: Replacement, probed: froze
     for name, old in zip(replacement.methods, replaced, strict=True):
         members[name] = _method(original, replacement, name, old)
     members |= {"__reduce_ex__": __reduce_ex__, "__setattr__": __setattr__}
-    members |= {"_liger_original": original, "_liger_replacement": replacement}
+    members |= {"_liger_original": original, "_liger_replacement": replacement, "_liger_key": key}
     metaclass: Any = type(original)
-    subclass: type[nn.Module] = metaclass(original.__name__, (original,), members)
-    _subclasses[key] = subclass
+    subclass = metaclass(original.__name__, (original,), members)
     return subclass
 
 

@@ -172,10 +172,10 @@ def own_loss_function():
 
 
 @pytest.mark.parametrize("make", [own_forward, own_loss_function])
-def test_a_users_loss_that_does_not_shift_its_labels(make, monkeypatch):
+def test_a_users_loss_that_does_not_shift_its_labels(make):
     """It is refused, and a patched model's loss is its own."""
-    monkeypatch.setattr("liger_losses.patching.loss_inputs._SHIFTS", {})
     model, ids = make(), batch()["input_ids"]
+    loss_inputs(tiny(), input_ids=ids)  # another one of its class shifts them
     expected = model(input_ids=ids, labels=ids).loss
     with pytest.raises(ValueError, match="does not shift its labels"):
         loss_inputs(model, input_ids=ids)
@@ -229,9 +229,8 @@ def test_a_model_that_shifts_its_labels_itself(name):
     torch.testing.assert_close((patched.loss, patched.mc_loss), (plain.loss, plain.mc_loss))
 
 
-def test_a_loss_that_the_model_adds_is_no_sign_of_a_label(monkeypatch):
+def test_a_loss_that_the_model_adds_is_no_sign_of_a_label():
     """Such as a router's."""
-    monkeypatch.setattr("liger_losses.patching.loss_inputs._SHIFTS", {})
     model = tiny("Mixtral", num_local_experts=2, output_router_logits=True)
     ids, attributes = batch()["input_ids"], set(vars(model))
     assert model(input_ids=ids, labels=torch.full_like(ids, -100)).aux_loss > 0
@@ -239,9 +238,8 @@ def test_a_loss_that_the_model_adds_is_no_sign_of_a_label(monkeypatch):
     assert set(vars(model)) == attributes
 
 
-def test_a_cache_sees_a_batch_once(monkeypatch):
+def test_a_cache_sees_a_batch_once():
     """No labels tell whether the model shifts them, with which a forward may raise and run again."""
-    monkeypatch.setattr("liger_losses.patching.loss_inputs._SHIFTS", {})
     model, ids, labels = make().eval(), batch()["input_ids"], []
     parameters = inspect.signature(model.forward).parameters
     cache = {"cache" if "cache" in parameters else "past_key_values": transformers.DynamicCache(config=model.config)}

@@ -25,8 +25,6 @@ from liger_losses.places import Found, Replaced
 
 _APPLY, _TABLE = "apply_liger_kernel_to_", "MODEL_TYPE_TO_APPLY_LIGER_FN"
 _replaced = Replaced()
-#: The modules that stand in for liger-kernel's, where it is not installed.
-_made: list[str] = []
 
 
 def install() -> None:
@@ -43,8 +41,11 @@ def install() -> None:
         return
     if find_spec("liger_kernel") is None:
         parts = [name.split(".") for name in REPLACEMENTS]
-        for stand_in in sorted({".".join(each[:end]) for each in parts for end in range(1, len(each) + 1)}):
-            _make(stand_in)
+        for name in sorted({".".join(each[:end]) for each in parts for end in range(1, len(each) + 1)}):
+            sys.modules[name] = _StandIn(name)
+            parent, _, child = name.rpartition(".")
+            if parent:
+                setattr(sys.modules[parent], child, sys.modules[name])
         return
     early = [name for name in REPLACEMENTS if name in sys.modules]
     if early:
@@ -73,7 +74,7 @@ def install() -> None:
 
 def is_installed() -> bool:
     """Whether liger-kernel's names are this library's now."""
-    return bool(len(_replaced) or _made)
+    return bool(len(_replaced) or _stand_ins())
 
 
 def uninstall() -> None:
@@ -82,30 +83,29 @@ def uninstall() -> None:
     Losses that were built in between work on, and modules that imported a name in between keep it.
     """
     _replaced.restore()
-    while _made:
-        sys.modules.pop(_made.pop(), None)
+    for name in _stand_ins():
+        del sys.modules[name]
     later.close()
 
 
-def _make(name: str) -> None:
+class _StandIn(types.ModuleType):
     """A module that stands in for one of liger-kernel, with this library's losses as its names."""
-    module = types.ModuleType(name, "liger-kernel's names, computed by liger_losses.")
-    replacements = REPLACEMENTS.get(name, {})
-    vars(module).update(replacements, __path__=[], __spec__=ModuleSpec(name, None, is_package=True))
 
-    def absent(attribute: str) -> Any:
-        if attribute.startswith(_APPLY):
-            return apply_to(attribute.removeprefix(_APPLY))
-        if attribute.startswith("__"):
-            raise AttributeError(f"module {name!r} has no attribute {attribute!r}")
+    def __init__(self, name: str) -> None:
+        super().__init__(name, "liger-kernel's names, computed by liger_losses.")
+        vars(self).update(REPLACEMENTS.get(name, {}), __path__=[], __spec__=ModuleSpec(name, None, is_package=True))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith(_APPLY):
+            return apply_to(name.removeprefix(_APPLY))
+        if name.startswith("__"):
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         raise ImportError(
-            f"liger_losses does not replace {attribute!r} of {name}, and liger-kernel is not installed. It replaces "
-            f"{', '.join(sorted(replacements)) or 'nothing in this module'}. For the rest, pip install liger-kernel."
+            f"liger_losses does not replace {name!r} of {self.__name__}, and liger-kernel is not installed. It "
+            f"replaces {', '.join(sorted(REPLACEMENTS.get(self.__name__, ()))) or 'nothing in this module'}. For the "
+            "rest, pip install liger-kernel."
         )
 
-    vars(module)["__getattr__"] = absent
-    sys.modules[name] = module
-    _made.append(name)
-    parent, _, child = name.rpartition(".")
-    if parent:
-        setattr(sys.modules[parent], child, module)
+
+def _stand_ins() -> list[str]:
+    return [name for name, module in sys.modules.items() if isinstance(module, _StandIn)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from numbers import Real
 from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, ParamSpec, Protocol, TypeVar
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, ParamSpec, Protoco
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from typing_extensions import Self, dataclass_transform
 
 from liger_losses.arguments import check_known, check_no_inputs, constructor_signature, named_options, options_signature
 from liger_losses.checks import check_fields, check_labels, check_shift, check_tensor, checked_items, described
@@ -24,21 +25,20 @@ from liger_losses.chunked.losses.sums import check_sliced, sum_over_group
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.kernels.tracing import outside_graphs
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
 P = ParamSpec("P")
 S = TypeVar("S")
 F = TypeVar("F", covariant=True)
 
 AnyHead = Tensor | nn.Module | Head
 #: The options that say how the engine streams.
-_STREAMING = tuple(field.name for field in fields(EngineOptions) if field.name not in ("strategy", "keep"))
+_STREAMING = [name for name in EngineOptions.__match_args__ if name not in ("strategy", "keep")]
 
 
+@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(field,))
 @dataclass(frozen=True, kw_only=True)
 class LossOptions:
-    """The options that every loss has; see :class:`ChunkedLoss`. Families of losses derive theirs from it.
+    """The options that every loss has; see :class:`ChunkedLoss`. Families of losses derive theirs from it, as frozen
+    dataclasses whose fields are keywords.
 
     Raises:
         TypeError, ValueError: an option of the wrong type or out of its range, or two that contradict each other.
@@ -68,6 +68,9 @@ class LossOptions:
     accum_dtype: torch.dtype | None = None
     backend: str | None = None
     group: dist.ProcessGroup | None = None
+
+    def __init_subclass__(cls) -> None:
+        dataclass(frozen=True, kw_only=True)(cls)
 
     def __post_init__(self) -> None:
         # Both check themselves; each call reads them.
@@ -196,7 +199,7 @@ class ChunkedLoss(nn.Module):
             del cls.__init__
         elif init is not None:  # torch.compile cannot trace it
             cls.__init__ = outside_graphs(init)  # type: ignore[method-assign]
-        for name in [field.name for field in fields(cls.options_type)]:
+        for name in [option.name for option in fields(cls.options_type)]:
             if not hasattr(cls, name):
                 setattr(cls, name, _option(name))
             elif name in vars(cls) and (name, type(vars(cls)[name])) not in _PROPERTIES:

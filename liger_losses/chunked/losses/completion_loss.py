@@ -277,7 +277,6 @@ class Scored(NamedTuple):
     logits: Tensor
 
 
-@dataclass(frozen=True, kw_only=True)
 class CompletionOptions(LossOptions):
     """The options of losses on completions; see :class:`CompletionLoss`."""
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, NamedTuple, TypeAlias, TypedDict, overload
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeAlias, TypedDict, overload
 
 import torch
 from torch import Tensor
-from typing_extensions import TypeVar
+from typing_extensions import TypeVar, Unpack
 
 from liger_losses import checks
 from liger_losses.checks import LISTS, NonNegativeFloat, UnitFloat
@@ -20,9 +20,6 @@ from liger_losses.chunked.core.inputs import several, target_of, targets_of
 from liger_losses.chunked.core.target import Target, TokenLoss
 from liger_losses.chunked.losses.base import AnyHead, ChunkedLoss, LossOptions, constructor
 from liger_losses.chunked.losses.sums import wide
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 class CrossEntropyTerms(NamedTuple):
@@ -248,7 +245,6 @@ def linear_cross_entropy(
     return loss_sum([target], names, [part.token_loss()], options)[0]
 
 
-@dataclass(frozen=True, kw_only=True)
 class CrossEntropyOptions(LossOptions):
     """The options of :class:`LigerFusedLinearCrossEntropyLoss`."""
 

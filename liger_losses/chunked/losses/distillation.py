@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypedDict, overload
+from typing import Any, ClassVar, NamedTuple, TypedDict, overload
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from liger_losses import checks
 from liger_losses.checks import NonNegativeFloat, PositiveFloat
@@ -29,9 +30,6 @@ from liger_losses.chunked.losses.cross_entropy import TOKEN_SCALINGS, constant_w
 from liger_losses.chunked.losses.sums import sum_over_group, wide
 from liger_losses.kernels.divergence_forms import Divergence
 from liger_losses.kernels.logit_transform import LogitTransform
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 AnyTeacher = Teacher | TeacherLogits | TeacherTopK | Teachers
 
@@ -67,7 +65,6 @@ _WEIGHTS = ("weight_hard_loss", "weight_soft_loss")
 _OTHERS = ("ignore_index", "temperature", "compiled", "chunk_size", "return_soft_hard_loss")
 
 
-@dataclass(frozen=True, kw_only=True)
 class DistillationOptions(LossOptions):
     """The options of distillation, but for the divergence; see :class:`DistillationLoss`."""
 
@@ -119,7 +116,6 @@ class _Divergence:
 
 
 # The fields of the last base come first, as in the constructor.
-@dataclass(frozen=True, kw_only=True)
 class DivergenceOptions(DistillationOptions, _Divergence):
     """The options of :class:`DistillationLoss`."""
 
@@ -316,7 +312,6 @@ def _teacher_of(fourth: Any, teacher: Any, fifth: Any, bias: Tensor | None) -> A
     return taught
 
 
-@dataclass(frozen=True, kw_only=True)
 class JSDOptions(DistillationOptions):
     """The options of :class:`LigerFusedLinearJSDLoss`."""
 
@@ -345,7 +340,6 @@ class LigerFusedLinearJSDLoss(DistillationLoss):
     positions = (*_WEIGHTS, "beta", *_OTHERS)
 
 
-@dataclass(frozen=True, kw_only=True)
 class KLOptions(DistillationOptions):
     """The options of :class:`LigerFusedLinearKLLoss`."""
 
@@ -375,7 +369,6 @@ class LigerFusedLinearKLLoss(DistillationLoss):
     positions = (*_WEIGHTS, *_OTHERS)
 
 
-@dataclass(frozen=True, kw_only=True)
 class ReverseKLOptions(KLOptions):
     """The options of :class:`LigerFusedLinearReverseKLLoss`."""
 
@@ -431,7 +424,6 @@ class _AlphaBeta:
     beta: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
 class AlphaBetaOptions(DistillationOptions, _AlphaBeta):
     """The options of :class:`LigerFusedLinearAlphaBetaLoss`."""
 
@@ -461,7 +453,6 @@ class LigerFusedLinearAlphaBetaLoss(DistillationLoss):
     positions = ("alpha", "beta", *_WEIGHTS, *_OTHERS)
 
 
-@dataclass(frozen=True, kw_only=True)
 class CosineSimilarityOptions(DistillationOptions):
     """The options of :class:`LigerFusedLinearCosineSimilarityLoss`."""
 

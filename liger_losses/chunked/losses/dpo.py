@@ -242,7 +242,6 @@ def _losses(pairs: PairLogps, o: DPOOptions) -> Tensor:
     return terms[0] if len(terms) == 1 else torch.stack(terms).sum(0)
 
 
-@dataclass(frozen=True, kw_only=True)
 class DPOLossOptions(DPOOptions, PreferenceOptions):
     """The options of :class:`LigerFusedLinearDPOLoss`."""
 

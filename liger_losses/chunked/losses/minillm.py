@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 
 import torch
 from torch import Tensor
@@ -19,7 +19,6 @@ from liger_losses.chunked.losses.policy_estimates import discounted_sums
 from liger_losses.kernels.divergence_forms import Divergence
 
 
-@dataclass(frozen=True, kw_only=True)
 class MiniLLMOptions(LossOptions):
     """The options of :class:`LigerFusedLinearMiniLLMLoss`."""
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, overload
+from typing import Any, ClassVar, Generic, NamedTuple, overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from typing_extensions import TypeVar
+from typing_extensions import TypeVar, Unpack
 
 from liger_losses.checks import NonNegativeFloat, PositiveFloat, check_shaped, described, meant
 from liger_losses.chunked import Head, Statistics
@@ -25,9 +25,6 @@ from liger_losses.chunked.losses.completion_loss import (
     Side,
     as_completions,
 )
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 class PreferenceMetrics(NamedTuple):
@@ -129,7 +126,6 @@ class PreferenceInputs(CompletionInputs, total=False):
 M = TypeVar("M", default=PreferenceMetrics)
 
 
-@dataclass(frozen=True, kw_only=True)
 class PreferenceOptions(CompletionOptions):
     """The options of losses on pairs; see :class:`PreferenceLoss`."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -32,7 +32,7 @@ from liger_losses.chunked.losses.completion_loss import (
 from liger_losses.chunked.losses.policy_objectives import (
     PolicyInputs,
     PolicyTensors,
-    coupled_terms,
+    coupled_losses,
     policy_terms,
     weighted,
 )
@@ -102,23 +102,23 @@ class AdaptiveEntropy:
 @in_graphs
 def token_loss(
     values: Mapping[str, Tensor],
+    o: PolicyOptions,
     weights: Tensor,
     entropy_weight: Tensor | None = None,
     nll_weights: Tensor | None = None,
-    **constants: Any,
+    **tensors: Tensor,
 ) -> Tensor:
-    """The loss of each token ``[n]``, where its term depends on that token alone; constants of :func:`policy_terms`."""
-    logp, topk = values["logp"], values.get("selected_logps")
-    terms = policy_terms(logp, logp - constants.get("old", logp.detach()), topk=topk, **constants)
-    losses = weighted(logp, terms, weights, nll_weights)
+    """The loss of each token ``[n]``, where its term depends on that token alone."""
+    logp = values["logp"]
+    losses = weighted(logp, policy_terms(logp, tensors, o, topk=values.get("selected_logps")), weights, nll_weights)
     return losses if entropy_weight is None else losses - entropy_weight * values["entropy"]
 
 
 def live_tokens(inputs: PolicyInputs) -> Tensor | None:
     """``[B, T]``, false for tokens whose term is 0, with an advantage or an importance ratio of 0; ``None`` for losses
     with other terms."""
-    o, ratio = inputs.options, inputs.token_is_ratio
-    other_terms = (o.beta and inputs.ref_logps is not None) or o.log_ratio_penalty or o.positive_nll or o.divergence
+    o, ratio = inputs.options, inputs.tensors.get("is_ratio")
+    other_terms = (o.beta and "ref_logps" in inputs.tensors) or o.log_ratio_penalty or o.positive_nll or o.divergence
     if other_terms or not o.objective.of_advantages:
         return None
     live = inputs.advantages != 0
@@ -146,7 +146,6 @@ class PolicyMetricsWithoutKL(NamedTuple):
     clip_ratio: Tensor
 
 
-@dataclass(frozen=True, kw_only=True)
 class GRPOOptions(PolicyOptions, LossOptions):
     """The options of :class:`LigerFusedLinearGRPOLoss`."""
 
@@ -316,7 +315,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
 
         if self.needs_reference and batch.ref_head is not None:
             (target,) = counted_once([target], o.engine)
-            (inputs.ref_logps,) = batch.reference_logps(o.engine, [target], support)
+            (inputs.tensors["ref_logps"],) = batch.reference_logps(o.engine, [target], support)
         names, share, acting = ["logp"] if coef is None else ["logp", "entropy"], o.top_entropy_quantile, inputs.mask
         names += ["selected_logps"] * len(selected)
         if support is None and inputs.options.separable and share == 1.0:
@@ -329,7 +328,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
 
             loss, (values,) = loss_sum([target], names, [TokenLoss(token_loss, read, {"o": o.values}, live)], o.engine)
         else:
-            weights, others = inputs.count().weights(hidden.dtype), ["entropy"] if share < 1.0 else []
+            others = ["entropy"] if share < 1.0 else []
             if support is None:
                 (values,) = statistics([target], names, o.engine, others)
             else:
@@ -337,9 +336,8 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
                 values = kept_statistics(hidden, policy, labels, support, both, o.engine)
             if share < 1.0:
                 acting = objectives.high_entropy_mask(values["entropy"], acting, share, copies=policy.vocabulary_ranks)
-            topk = values.get("selected_logps")
-            terms = coupled_terms(values["logp"], inputs, acting if share < 1.0 else None, topk)
-            loss = weighted(values["logp"], terms, **weights)
+            topk, chosen = values.get("selected_logps"), acting if share < 1.0 else None
+            loss = coupled_losses(values["logp"], inputs.count(), chosen, topk)
             if coef is not None:
                 loss = loss - coef * (acting * values["entropy"]) / inputs.total(acting).clamp(min=1)
         loss = inputs.total(loss)

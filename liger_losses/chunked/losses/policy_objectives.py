@@ -125,13 +125,11 @@ class PolicyInputs:
         mask, group, number = tensors.mask, tensors.group, tensors.num_items_in_batch
         tensors.check(options)
         constants, padding = tensors.constants(names), ~mask
-        masked = {name: value.masked_fill(padding, 0.0) for name, value in constants.items()}
         self.options, self.mask, self.group, self.prompts = options.values, mask, group, tensors.prompts
-        self.advantages, self.token_is_ratio = masked["advantages"], masked.get("is_ratio")
+        masked = {name: value.masked_fill(padding, 0.0) for name, value in constants.items()}
         # Of a probability of 0, the ratio is as large as the largest, and no difference is infinite.
-        logps = {name: finite_logs(value) for name, value in masked.items() if name in _LOGPS}
-        self.old_logps, self.sampling_logps, self.ref_logps = map(logps.get, _LOGPS)
-        self._sampler_topk = tensors.sampler_topk_logps
+        self.tensors = {name: finite_logs(value) if name in _LOGPS else value for name, value in masked.items()}
+        self.advantages, self._sampler_topk = self.tensors["advantages"], tensors.sampler_topk_logps
         self.is_ratio = constants.get("is_ratio")  # as it was passed, [B, 1] or [B, T]
         divides, self._copies, self._number = options.row.normalizer == "items", copies, None
         if number is not None and (divides or group is not None):
@@ -158,12 +156,13 @@ class PolicyInputs:
         return self
 
     def weights(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Each token's weights ``[B, T]`` in the loss, by the names of :func:`weighted`."""
-        dtype = wide(dtype)
-        weights = {"weights": self.mask.to(dtype) / self.divisor}
+        """The weights of tokens in the loss, ``[]`` or ``[B, T]``, by the names of :func:`weighted`."""
+        ones = self.mask.new_ones([1] * getattr(self.divisor, "ndim", 0), dtype=wide(dtype))
+        weights = {"weights": ones / self.divisor if not ones.dim() else (ones / self.divisor).expand_as(self.mask)}
         if self.options.positive_nll:
             positive = self.mask & (self.advantages > 0)
-            weights["nll_weights"] = self.options.positive_nll * positive.to(dtype) / self.total(positive).clamp(min=1)
+            share = self.options.positive_nll * positive.to(wide(dtype))
+            weights["nll_weights"] = share / self.total(positive).clamp(min=1)
         return weights
 
     @property
@@ -173,10 +172,8 @@ class PolicyInputs:
 
     def of_tokens(self) -> dict[str, Tensor]:
         """What the terms of tokens read, by the names of :func:`policy_terms`."""
-        sampler = self.sampling_logps if self.options.reads_sampler else None
-        tensors = {"advantages": self.advantages, "old": self.old_logps, "sampler": sampler}
-        tensors |= {"ref": self.ref_logps, "is_ratio": self.token_is_ratio, **self._of_columns()}
-        return {name: value for name, value in tensors.items() if value is not None}
+        unread = () if self.options.reads_sampler else ("sampling_logps",)
+        return {name: value for name, value in self.tensors.items() if name not in unread} | self._of_columns()
 
     def _of_columns(self) -> dict[str, Tensor]:
         """``sampler_topk``, the sampler's log-probabilities of all columns; of centered objectives after the old
@@ -186,16 +183,11 @@ class PolicyInputs:
         logs = topk.detach().to(wide(topk.dtype)).masked_fill(~self.mask[..., None], 0.0)
         if not self.options.centers:
             return {"sampler_topk": distribution(finite_logs(logs), "bucket")}
-        assert self.old_logps is not None
         q = logs.exp()
         q = torch.cat([q, (1 - q.sum(-1, keepdim=True)).clamp(min=0.0)], -1)
         # Where the sampler's probability is 0, the ratio has no influence, and may be anything finite.
-        of_columns = torch.cat([self.old_logps[..., None], q.clamp(min=1e-30).log()], -1)
+        of_columns = torch.cat([self.tensors["old_logps"][..., None], q.clamp(min=1e-30).log()], -1)
         return {"sampler_topk": of_columns, "shares": pad(-self.options.sampler_coef * q, (1, 0), value=1.0)}
-
-    def log_ratio(self, logps: Tensor) -> Tensor:
-        """``log p - log p_old``: 0, but differentiable, without an old policy."""
-        return logps - (logps.detach() if self.old_logps is None else self.old_logps)
 
     def of_one_prompt(self) -> tuple[Tensor, Tensor]:
         """Which completions with tokens answer the same prompt, ``[B, B]`` bool, and how many, ``[B]``."""
@@ -232,46 +224,39 @@ def _corrected_k3(d: Tensor, kl: Tensor, ratio: Tensor) -> Tensor:
     return (ratio * kl).detach() + (ratio * d).detach() * (d - d.detach())
 
 
-def _old_and_sampler(logps: Tensor, old: Tensor | None, sampler: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The log-probabilities of the old policy, by default the current one, and of the sampler, by default the old one.
-
-    The sampler's are NaN where they are unknown.
-    """
-    old = logps if old is None else old
-    return old, old if sampler is None else torch.where(sampler.isnan(), old, sampler)
-
-
-def _advantages(advantages: Tensor, logps: Tensor, ref: Tensor | None, o: PolicyOptions) -> Tensor:
-    """What weighs the objective: of loss types ``of_reference``, advantages times ``log p_ref - log p``, a constant."""
+def _compared(logps: Tensor, tensors: Mapping[str, Tensor], o: PolicyOptions) -> tuple[Tensor, Tensor, Tensor]:
+    """The log-probabilities of the old policy, by default the current one, and of the sampler, by default and where
+    they are NaN the old one; and what weighs the objective: advantages, of loss types ``of_reference`` times
+    ``log p_ref - log p``, a constant."""
+    current, advantages, ref = logps.detach(), tensors["advantages"], tensors.get("ref_logps")
+    old, sampler = tensors.get("old_logps", current), tensors.get("sampling_logps")
+    sampler = old if sampler is None else torch.where(sampler.isnan(), old, sampler)
     if not o.row.of_reference:
-        return advantages
+        return old, sampler, advantages
     if ref is None:
         raise ValueError(f"loss_type={o.loss_type!r} learns from a reference: pass its log-probabilities, ref_logps=.")
-    return advantages * (ref - logps).detach()
+    return old, sampler, advantages * (ref - current)
 
 
 def policy_terms(
     logps: Tensor,
-    log_ratio: Tensor,
-    advantages: Tensor,
-    *,
+    tensors: Mapping[str, Tensor],
     o: PolicyOptions,
-    old: Tensor | None = None,
-    sampler: Tensor | None = None,
-    ref: Tensor | None = None,
-    is_ratio: Tensor | None = None,
+    inputs: PolicyInputs | None = None,
     acting: Tensor | None = None,
     topk: Any = None,
-    sampler_topk: Any = None,
-    shares: Tensor | None = None,
-    inputs: PolicyInputs | None = None,
 ) -> Tensor:
-    """``-objective_t + beta kl_t`` of tokens, elementwise; ``log_ratio`` of the options' level, others as in
-    :func:`grpo_loss`. Objectives that couple tokens read ``inputs``. ``topk [..., k]`` are log-probabilities of the
-    sampler's most likely tokens, and ``sampler_topk`` and ``shares`` the inputs' constants."""
-    batch = [] if inputs is None else [inputs]
-    advantages = _advantages(advantages, logps, ref, o)
-    old, sampler = _old_and_sampler(logps.detach(), old, sampler)
+    """``-objective_t + beta kl_t`` of tokens, elementwise, with the ``tensors`` of :meth:`PolicyInputs.of_tokens`.
+
+    Ratios of completions, and objectives that couple tokens, read ``inputs``. ``topk [..., k]`` are log-probabilities
+    of the sampler's most likely tokens."""
+    batch = [inputs] if o.objective.coupled else []
+    old, sampler, advantages = _compared(logps, tensors, o)
+    log_ratio, ref, is_ratio = (
+        RATIOS[o.row.level](logps - old, inputs),
+        tensors.get("ref_logps"),
+        tensors.get("is_ratio"),
+    )
 
     def objective_of(logps: Tensor, log_ratio: Tensor, advantages: Tensor, old: Tensor, sampler: Tensor) -> Tensor:
         value = o.objective.value(log_ratio, logps, advantages, o, *batch, **o.declared)
@@ -281,17 +266,17 @@ def policy_terms(
             weights = o.mask_weights(logps.detach(), old, sampler, advantages)
         return torch.where(weights != 0, value * weights, 0.0)
 
-    if shares is None:
+    if o.centers:  # the label's and those of all columns together, in as few operations
+        p, q = torch.cat([logps[..., None], topk, log_rest(topk)], -1), tensors["sampler_topk"]
+        objective = (tensors["shares"] * objective_of(p, p - q, advantages[..., None], q, q)).sum(-1)
+    else:
         objective = objective_of(logps, log_ratio, advantages, old, sampler)
-    else:  # the label's and those of all columns together, in as few operations
-        p, q = torch.cat([logps[..., None], topk, log_rest(topk)], -1), sampler_topk
-        objective = (shares * objective_of(p, p - q, advantages[..., None], q, q)).sum(-1)
     if acting is not None:
         objective = torch.where(acting, objective, 0.0)
     if is_ratio is not None and not o.row.corrected:
         objective = objective * is_ratio
     if o.divergence is not None:
-        of_columns = divergence(distribution(topk, "bucket"), sampler_topk, o.divergence)
+        of_columns = divergence(distribution(topk, "bucket"), tensors["sampler_topk"], o.divergence)
         objective = objective - o.sampler_coef * of_columns
     if o.log_ratio_penalty:
         objective = objective - o.log_ratio_penalty * (logps - sampler).square()
@@ -309,22 +294,27 @@ def policy_terms(
 def coupled_terms(
     logps: Tensor, inputs: PolicyInputs, acting: Tensor | None = None, topk: Tensor | None = None
 ) -> Tensor:
-    """The terms ``[B, T]`` that :func:`grpo_loss` weighs, of checked inputs; ``topk`` as :func:`policy_terms`."""
-    o, mask, dtype = inputs.options, inputs.mask, logps.dtype
-    if o.beta and inputs.ref_logps is not None and o.use_bias_correction_kl and o.row.level != "token":
+    """:func:`policy_terms` ``[B, T]`` of checked inputs."""
+    o, tensors, dtype = inputs.options, inputs.tensors, logps.dtype
+    if o.beta and "ref_logps" in tensors and o.use_bias_correction_kl and o.row.level != "token":
         # By log p, the derivatives of a completion's ratio and of its tokens' kl are of size e^d, and cancel to -d in a
         # completion of one token, or of one unlikely one: fp32 has no digits of it left from a gap of 17 nats on.
         logps = logps.to(wide_dtype(logps.device))
-    log_ratio, advantages = inputs.log_ratio(logps), inputs.advantages
     if o.off_policy_mask_threshold is not None:
-        sampler = next(x for x in (inputs.sampling_logps, inputs.old_logps, logps.detach()) if x is not None)
-        drift = (torch.nan_to_num(sampler, nan=0.0) - logps.detach()) * ~sampler.isnan() * mask
+        sampler = tensors.get("sampling_logps", tensors.get("old_logps", logps.detach()))
+        drift = (torch.nan_to_num(sampler, nan=0.0) - logps.detach()) * ~sampler.isnan() * inputs.mask
         drift = inputs.sequence_sums(drift) / inputs.lengths
-        near = (advantages >= 0) | (drift <= o.off_policy_mask_threshold)
+        near = (inputs.advantages >= 0) | (drift <= o.off_policy_mask_threshold)
         acting = near if acting is None else acting & near
-    batch, ratio = inputs if o.objective.coupled else None, RATIOS[o.row.level](log_ratio, inputs)
-    of_tokens = inputs.of_tokens()
-    return policy_terms(logps, ratio, o=o, acting=acting, topk=topk, inputs=batch, **of_tokens).to(dtype)
+    return policy_terms(logps, inputs.of_tokens(), o, inputs, acting, topk).to(dtype)
+
+
+def coupled_losses(
+    logps: Tensor, inputs: PolicyInputs, acting: Tensor | None = None, topk: Tensor | None = None
+) -> Tensor:
+    """The losses ``[B, T]`` whose sum :func:`grpo_loss` is, of checked inputs; 0 at padding."""
+    losses = weighted(logps, coupled_terms(logps, inputs, acting, topk), **inputs.weights(logps.dtype))
+    return torch.where(inputs.mask, losses, 0.0)
 
 
 def weighted(logps: Tensor, terms: Tensor, weights: Tensor, nll_weights: Tensor | None = None) -> Tensor:
@@ -399,23 +389,21 @@ def grpo_loss(logps: Tensor, advantages: Tensor, mask: Tensor, **others: Any) ->
         checks.check_shaped("sampler_topk_logps", tensors.sampler_topk_logps, of, logps.device, shape)
         topk = torch.where(tensors.mask[..., None], topk, 0.0)
     inputs = PolicyInputs(o, tensors).count()
-    terms = coupled_terms(logps, inputs, acting, topk)
-    return inputs.total(weighted(logps, terms, **inputs.weights(logps.dtype)))
+    return inputs.total(coupled_losses(logps, inputs, acting, topk))
 
 
 @torch.no_grad()
 def token_metrics(logps: Tensor, inputs: PolicyInputs, kl: bool) -> list[Tensor]:
     """``[B, T]``: which tokens' gradients clipping removed, as bool, and estimates of the divergence; 0 at padding."""
     o, mask = inputs.options, inputs.mask
-    ratio = ratio_of(RATIOS[o.row.level](inputs.log_ratio(logps), inputs))
-    cut, advantages = o.objective.cut, _advantages(inputs.advantages, logps, inputs.ref_logps, o)
+    old, sampler, advantages = _compared(logps, inputs.tensors, o)
+    ratio, cut = ratio_of(RATIOS[o.row.level](logps - old, inputs)), o.objective.cut
     dropped = torch.zeros_like(mask) if cut is None else cut(ratio, advantages, o)
     if o.mask.weights is not None:
-        old, sampler = _old_and_sampler(logps, inputs.old_logps, inputs.sampling_logps)
         dropped = dropped | (o.mask_weights(logps, old, sampler, advantages) == 0)
     metrics = [dropped & mask]
     if kl:
-        ref = inputs.ref_logps
+        ref = inputs.tensors.get("ref_logps")
         estimates = torch.zeros_like(logps) if ref is None else KL_ESTIMATORS[o.kl_estimator](ref - logps)
         metrics.append(torch.where(mask, estimates * ratio if o.use_bias_correction_kl else estimates, 0.0))
     return metrics

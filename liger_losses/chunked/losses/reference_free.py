@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
@@ -122,7 +121,6 @@ def _log_odds(logps: Tensor) -> Tensor:
     return logps - torch.log(-torch.expm1(logps))
 
 
-@dataclass(frozen=True, kw_only=True)
 class ReferenceFreeOptions(PreferenceOptions):
     """The options of losses that no reference takes part in."""
 
@@ -134,7 +132,6 @@ class ReferenceFreeOptions(PreferenceOptions):
             raise ValueError("CPO, SimPO and ORPO have no reference model: leave out use_ref_model.")
 
 
-@dataclass(frozen=True, kw_only=True)
 class CPOOptions(ReferenceFreeOptions):
     """The options of :class:`LigerFusedLinearCPOLoss`."""
 
@@ -156,14 +153,12 @@ class CPOOptions(ReferenceFreeOptions):
         return CPO_LOSSES[self.loss_type].per_token if self.average_log_prob is None else self.average_log_prob
 
 
-@dataclass(frozen=True, kw_only=True)
 class SimPOOptions(CPOOptions):
     """The options of :class:`LigerFusedLinearSimPOLoss`."""
 
     loss_type: str = "simpo"
 
 
-@dataclass(frozen=True, kw_only=True)
 class ORPOOptions(ReferenceFreeOptions):
     """The options of :class:`LigerFusedLinearORPOLoss`."""
 

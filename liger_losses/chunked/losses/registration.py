@@ -111,8 +111,8 @@ def _check_objective(name: str, coupled: bool, defaults: Mapping[str, Any]) -> N
     if coupled:
         return
     (first,) = torch.autograd.grad(terms[0, 0], leaf)
-    advantage, ratio = inputs.advantages[:1, 0], (leaf - old)[:1, 0]
-    alone = policy_objectives.policy_terms(leaf[:1, 0], ratio, advantage, o=inputs.options)
+    of_first = {name: value[:1, 0] for name, value in inputs.tensors.items()}
+    alone = policy_objectives.policy_terms(leaf[:1, 0], of_first, inputs.options)
     first[0, 0] = 0.0
     if first.any() or not torch.allclose(alone, terms[0, :1]):
         raise ValueError(f"{said} depends on other tokens: pass coupled=True.")

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias, overload
+from typing import Any, ClassVar, NamedTuple, TypeAlias, overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import Unpack
 
 from liger_losses import checks
 from liger_losses.checks import NonNegativeFloat, PositiveFloat
@@ -31,9 +31,6 @@ from liger_losses.chunked.losses.completion_loss import (
     states_and_head,
 )
 from liger_losses.chunked.losses.sums import sum_over_processes, wide
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 #: ``f`` of each loss, as a function of the margin.
 LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -150,7 +147,6 @@ class UnpairedInputs(CompletionInputs, total=False):
     sample_weights: Tensor | None
 
 
-@dataclass(frozen=True, kw_only=True)
 class UnpairedOptions(CompletionOptions):
     """The options of :class:`UnpairedPreferenceLoss`."""
 
@@ -169,7 +165,6 @@ class KTOOptions(UnpairedOptions):
     names: ClassVar = {"loss_type": (("kto", "apo_zero_unpaired"),)}
 
 
-@dataclass(frozen=True, kw_only=True)
 class BCOOptions(UnpairedOptions):
     """The options of :class:`LigerFusedLinearBCOLoss`."""
 

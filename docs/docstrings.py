@@ -39,21 +39,27 @@ class Options(griffe.Extension):
             decorators = [] if constructor is None else [str(each.value) for each in constructor.decorators]
             names = [name for name in decorators if name.startswith("constructor(")]
             if names:
-                options = loss.module[names[0][len("constructor(") : -1]].parameters
+                options = _fields(loss.module[names[0][len("constructor(") : -1]])
                 variadic = (griffe.ParameterKind.var_positional, griffe.ParameterKind.var_keyword)
                 own = [each for each in constructor.parameters if each.kind not in variadic]
-                named = [
-                    griffe.Parameter(
-                        each.name,
-                        annotation=each.annotation,
-                        kind=griffe.ParameterKind.keyword_only,
-                        default=each.default,
-                    )
-                    for each in options
-                    if each.name != "self"
-                ]
+                kind = griffe.ParameterKind.keyword_only
+                named = [griffe.Parameter(name, annotation=a, kind=kind, default=x) for name, (a, x) in options.items()]
                 loss.set_member("__init__", griffe.Function("__init__", parameters=griffe.Parameters(*own, *named)))
                 loss.overloads.pop("__init__", None)
+
+
+def _fields(options: griffe.Class) -> dict[str, tuple[Any, Any]]:
+    """Annotations and defaults of a dataclass's fields; classes that derive from one of options are dataclasses too."""
+    fields: dict[str, tuple[Any, Any]] = {}
+    for base in (*reversed(options.mro()), options):
+        for name, member in base.members.items():
+            annotated = member.is_attribute and "property" not in member.labels and member.annotation is not None
+            if annotated and "ClassVar" not in str(member.annotation):
+                value = member.value
+                if isinstance(value, griffe.ExprCall):  # field(default=...)
+                    value = next((part.value for part in value.arguments if part.name == "default"), None)
+                fields[name] = (member.annotation, value)
+    return fields
 
 
 def _classes(module: griffe.Module) -> Iterator[griffe.Class]:

@@ -113,47 +113,38 @@ def token_factors(values: Mapping[str, Tensor], scaling: str) -> list[Tensor]:
     return [] if factor is None else [factor({name: value.detach() for name, value in values.items()})]
 
 
-@in_graphs
-class TokenTerms(NamedTuple):
-    """Each token's :func:`cross_entropy`, with factors of all tokens, token weights and token scaling."""
+def token_terms(
+    values: Mapping[str, Tensor],
+    ce_scale: Tensor,
+    z_scale: Tensor | None = None,
+    token_weights: Tensor | None = None,
+    label_weights: Tensor | None = None,
+    scaling: str = "none",
+    **options: Any,
+) -> CrossEntropyTerms:
+    """Each token's :func:`cross_entropy` with these options, token weights, and a row of :data:`TOKEN_SCALINGS`.
 
-    label_smoothing: float = 0.0
-    lse_square_scale: float = 0.0
-    scaling: str = "none"  # a row of TOKEN_SCALINGS
-    reads_lse: bool = False  # for the z-loss's terms, even where it has no weight
-
-    def terms(
-        self,
-        values: Mapping[str, Tensor],
-        ce_scale: Tensor,
-        z_scale: Tensor | None = None,
-        token_weights: Tensor | None = None,
-        label_weights: Tensor | None = None,
-    ) -> CrossEntropyTerms:
-        """Its parts; factors are ``[]``, and the z-loss by default has the cross-entropy's."""
-        logp = values["logp"]
-        z_scale = ce_scale if z_scale is None else z_scale
-        # In the statistics' dtype: fp32 weights would make fp64 scales fp32.
-        factors = [] if token_weights is None else [token_weights.to(logp.dtype)]
-        for factor in factors + token_factors(values, self.scaling):
-            ce_scale, z_scale = ce_scale * factor, z_scale * factor
-        return cross_entropy(
-            logp,
-            mean_logps=values["mean_logp"] if self.label_smoothing else None,
-            lse=values["lse"] if self.lse_square_scale or self.reads_lse else None,
-            label_weights=None if label_weights is None else label_weights.to(ce_scale.dtype),
-            label_smoothing=self.label_smoothing,
-            lse_square_scale=self.lse_square_scale,
-            ce_scale=ce_scale,
-            z_scale=z_scale,
-        )
+    Scales are ``[]``, and the z-loss by default has the cross-entropy's."""
+    logp, z_scale = values["logp"], ce_scale if z_scale is None else z_scale
+    # In the statistics' dtype: fp32 weights would make fp64 scales fp32.
+    factors = [] if token_weights is None else [token_weights.to(logp.dtype)]
+    for factor in factors + token_factors(values, scaling):
+        ce_scale, z_scale = ce_scale * factor, z_scale * factor
+    read: dict[str, Any] = {
+        "mean_logps": values.get("mean_logp"),
+        "lse": values.get("lse"),
+        "label_weights": label_weights,
+    }
+    if label_weights is not None:
+        read["label_weights"] = label_weights.to(ce_scale.dtype)
+    return cross_entropy(logp, ce_scale=ce_scale, z_scale=z_scale, **read, **options)
 
 
 @in_graphs
-def loss_of_terms(values: Mapping[str, Tensor], of: TokenTerms, **inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss ``[n]`` of tokens with the inputs of :meth:`TokenTerms.terms`, and its derivatives."""
-    ce, z, derivatives = of.terms(values, **inputs)
-    return ce + z if of.lse_square_scale else ce, derivatives
+def loss_of_terms(values: Mapping[str, Tensor], **inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss ``[n]`` of tokens with the inputs of :func:`token_terms`, and its derivatives."""
+    ce, z, derivatives = token_terms(values, **inputs)
+    return ce + z if "lse" in derivatives else ce, derivatives
 
 
 # --- The loss ---------------------------------------------------------------------------------------------------------
@@ -189,12 +180,12 @@ class _Part:
     target: Target
     mask: Tensor  # which tokens carry loss
     read: Callable[[], dict[str, Tensor]]  # factors ``[]`` of all tokens, and weights of tokens and labels
-    terms: TokenTerms
+    options: dict[str, Any]  # of the terms
     scale: float = 1.0  # the weight of the head
     token_weights: Tensor | None = None
-    known: dict[str, Tensor] | None = None
+    known: dict[str, Any] | None = None
 
-    def inputs(self) -> dict[str, Tensor]:
+    def inputs(self) -> dict[str, Any]:
         """What :attr:`read` returns, which is called once."""
         if self.known is None:
             self.known = self.read()
@@ -208,7 +199,7 @@ class _Part:
     def token_loss(self) -> TokenLoss:
         """The losses of the tokens. What has no weight takes no part in the gradient products."""
         live = None if self.token_weights is None else self.token_weights != 0
-        return TokenLoss(loss_of_terms, self._scaled, {"of": self.terms}, live)
+        return TokenLoss(loss_of_terms, self._scaled, self.options, live)
 
     def _scaled(self) -> dict[str, Tensor]:
         """The same times the weight of the head."""
@@ -217,7 +208,7 @@ class _Part:
 
     def losses(self, values: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """The loss and the z-loss ``[...]`` of the tokens over the denominators, 0 for ignored ones."""
-        ce, z, _ = self.terms.terms(values, **self.inputs())
+        ce, z, _ = token_terms(values, **self.inputs(), **self.options)
         return torch.where(self.mask, ce + z, 0.0), torch.where(self.mask, z, 0.0)
 
 
@@ -238,7 +229,7 @@ def linear_cross_entropy(
     total = inputs.get("label_weights", mask).sum() if reduction == "mean" else mask.new_ones((), dtype=torch.int64)
     inputs["ce_scale"] = total.masked_fill(total == 0, 1).to(wide(hidden_states.dtype)).reciprocal()
     target, options = target_of(hidden_states, head, labels, class_weight=class_weight), EngineOptions(ignore_index)
-    part = _Part(target, mask, lambda: inputs, TokenTerms(label_smoothing))
+    part = _Part(target, mask, lambda: inputs, {"label_smoothing": label_smoothing})
     if reduction == "none":
         (values,) = statistics([target], names, options)
         return part.losses(values)[0]
@@ -480,8 +471,8 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss, Generic[R]):
             return inputs | {n: total.reciprocal() for n, total in zip(("ce_scale", "z_scale"), totals, strict=False)}
 
         smoothing = o.label_smoothing * (size / max(size - 1, 1) if o.smooths_others else 1.0)
-        terms = TokenTerms(smoothing, o.lse_square_scale, o.scaling, o.return_z_loss)
-        return _Part(target, mask, read, terms, scale, weights)
+        options = {"label_smoothing": smoothing, "lse_square_scale": o.lse_square_scale, "scaling": o.scaling}
+        return _Part(target, mask, read, options, scale, weights)
 
     def _metrics(self, read: list[dict[str, Tensor]], parts: Sequence[_Part]) -> ManyHeadsMetrics:
         """The results of several heads; those of a head of weight 0 have not been read yet."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ import liger_losses
 from liger_losses.chunked.losses.policy import GRPOOptions
 
 
-@dataclass(frozen=True, kw_only=True)
 class _GRPOOptions(GRPOOptions):
     epsilon_high: float | None = 0.2  # for ``cispo`` too
 

@@ -53,8 +53,8 @@ def _fields(options: griffe.Class) -> dict[str, tuple[Any, Any]]:
     fields: dict[str, tuple[Any, Any]] = {}
     for base in (*reversed(options.mro()), options):
         for name, member in base.members.items():
-            annotated = member.is_attribute and "property" not in member.labels and member.annotation is not None
-            if annotated and "ClassVar" not in str(member.annotation):
+            annotated = "instance-attribute" in member.labels and member.annotation is not None
+            if annotated and str(member.annotation) != "ClassVar":
                 value = member.value
                 if isinstance(value, griffe.ExprCall):  # field(default=...)
                     value = next((part.value for part in value.arguments if part.name == "default"), None)

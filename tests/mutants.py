@@ -53,7 +53,7 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
         ("chunked.losses.policy_estimates", "binary_kl", "+ torch.where(rest_p", "- torch.where(rest_p"),
         ("chunked.losses.policy_estimates", "_sequence", "(log_ratio) / inputs", "(log_ratio) * inputs"),
         ("chunked.losses.policy_estimates", "NORMALIZERS", "s.lengths * max", "s.lengths + max"),
-        ("chunked.losses.policy_objectives", "policy_terms", "kl - objective", "kl + objective"),
+        ("chunked.losses.policy_objectives", "policy_terms", "objective - o.beta * kl", "objective + o.beta * kl"),
         ("chunked.losses.policy_objectives", "coupled_terms", "drift <=", "drift >"),
         ("chunked.losses.policy_objectives", "_corrected_k3", "+ (ratio * d)", "- (ratio * d)"),
     ],

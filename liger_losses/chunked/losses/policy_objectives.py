@@ -156,9 +156,9 @@ class PolicyInputs:
         return self
 
     def weights(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """The weights of tokens in the loss, ``[]`` or ``[B, T]``, by the names of :func:`weighted`."""
-        ones = self.mask.new_ones([1] * getattr(self.divisor, "ndim", 0), dtype=wide(dtype))
-        weights = {"weights": ones / self.divisor if not ones.dim() else (ones / self.divisor).expand_as(self.mask)}
+        """The weights of terms in the loss, ``[]`` or ``[B, T]``, by the names of :func:`weighted`."""
+        shares = self.mask.new_full([1] * getattr(self.divisor, "ndim", 0), -1.0, dtype=wide(dtype)) / self.divisor
+        weights = {"weights": shares.expand_as(self.mask) if shares.dim() else shares}
         if self.options.positive_nll:
             positive = self.mask & (self.advantages > 0)
             share = self.options.positive_nll * positive.to(wide(dtype))
@@ -246,7 +246,7 @@ def policy_terms(
     acting: Tensor | None = None,
     topk: Any = None,
 ) -> Tensor:
-    """``-objective_t + beta kl_t`` of tokens, elementwise, with the ``tensors`` of :meth:`PolicyInputs.of_tokens`.
+    """``objective_t - beta kl_t`` of tokens, elementwise, with the ``tensors`` of :meth:`PolicyInputs.of_tokens`.
 
     Ratios of completions, and objectives that couple tokens, read ``inputs``. ``topk [..., k]`` are log-probabilities
     of the sampler's most likely tokens."""
@@ -281,14 +281,14 @@ def policy_terms(
     if o.log_ratio_penalty:
         objective = objective - o.log_ratio_penalty * (logps - sampler).square()
     if not o.beta or ref is None:
-        return -objective
+        return objective
     log_ref_ratio = ref - logps
     kl = KL_ESTIMATORS[o.kl_estimator](log_ref_ratio)
     if o.use_bias_correction_kl and o.row.level == "token" and o.kl_estimator == "k3":
         kl = _corrected_k3(log_ref_ratio, kl, ratio_of(log_ratio))
     elif o.use_bias_correction_kl:
         kl = kl * ratio_of(log_ratio)
-    return o.beta * kl - objective
+    return objective - o.beta * kl
 
 
 def coupled_terms(

@@ -145,7 +145,7 @@ class LabelTerms:
 
     def __init__(self, target: Target, plan: Plan, count: int) -> None:
         weights = target.head.weights
-        self.at_label = torch.zeros(count, dtype=torch.float32, device=target.hidden.device)
+        self.at_label = torch.empty(count, dtype=torch.float32, device=target.hidden.device)
         # For as many tokens together as have hidden states that fit the memory of a block.
         self.most = max(plan.block_tokens, plan.block_tokens * weights.columns // weights.hidden_size)
 

@@ -465,7 +465,8 @@ def token_losses(
         losses = losses if stream.tokens.active is None else torch.where(stream.tokens.active[places], losses, 0.0)
         total = losses.sum(dtype=wide_dtype(losses.dtype))
     if derivatives is None and total.requires_grad:
-        grads = torch.autograd.grad(total, [leaves[n] for n in wanted], allow_unused=True)
+        with torch.autograd.set_multithreading_enabled(False):  # waking a thread takes longer than these operations
+            grads = torch.autograd.grad(total, [leaves[n] for n in wanted], allow_unused=True)
         derivatives = {n: g for n, g in zip(wanted, grads, strict=True) if g is not None}
     upstream = {n: g.detach().to(wide) for n, g in derivatives.items()} if differentiates and derivatives else {}
     more = stream.masked({n: v.detach() for n, v in more.items()}, places)

@@ -4,9 +4,8 @@ R rows (tokens), C columns of a block, V vocabulary size, S splits of the vocabu
 
 A new statistic is added here: its name in :data:`STATISTICS` and :data:`STORED`, its formula in
 :func:`reference_statistics`, :func:`merge` and :func:`store_statistics` and, if it needs a sum that is not there yet, a
-field of :class:`Sums`, a line in :func:`online_step`, and its place in
-:mod:`liger_losses.chunked.accelerators.split_sums`. If it can be differentiated, its gradient is a row of the table in
-:mod:`liger_losses.kernels.softmax_grad`.
+field of :class:`Sums` and a line in :func:`online_step`. If it can be differentiated, its gradient is a row of the
+table in :mod:`liger_losses.kernels.softmax_grad`.
 """
 
 from __future__ import annotations

@@ -157,6 +157,9 @@ def heads() -> dict[str, Callable[[], None]]:
         "all statistics, logits in memory, temperatures": lambda: statistics(every, None, transform=each),
         "entropy, fp32": lambda: statistics("logp entropy", None, FP32, warm),
         "log-probabilities, logits in memory": lambda: statistics("logp", None, metrics="entropy mean_logit"),
+        "log-probabilities and entropy, exponentials in memory": lambda: statistics(
+            "logp entropy", None, transform=warm, metrics="argmax mean_logit"
+        ),
         "log-probabilities, two passes": lambda: statistics("logp", transform=warm),
         "selected": lambda: selected(128),
         "selected, temperatures and soft-cap": lambda: selected(20, each_capped, True),

@@ -26,16 +26,16 @@ MOST_SPILLED = 64
 #: the rows twice would move more bytes.
 SPILLED = {
     "sm_90": {
-        "linear_stats._linear_statistics_kernel": 232,
+        "hard_rows._hard_rows_kernel": 232,
         "rms_norm._backward_kernel": 1264,
         "rms_norm._forward_kernel": 456,
     }
 }
 #: The same of one call, which was not measured.
 SPILLED_BY_CALL = {
-    ("sm_90", "linear_stats._linear_statistics_kernel", "all statistics, class weights, soft-cap"): 784,
-    ("sm_103", "linear_stats._linear_statistics_kernel", "all statistics, class weights, soft-cap"): 72,
-    ("gfx1201", "linear_stats._linear_statistics_kernel", "selected, temperatures and soft-cap"): 956,
+    ("sm_90", "hard_rows._hard_rows_kernel", "all statistics, class weights, soft-cap"): 784,
+    ("sm_103", "hard_rows._hard_rows_kernel", "all statistics, class weights, soft-cap"): 72,
+    ("gfx1201", "hard_rows._hard_rows_kernel", "selected, temperatures and soft-cap"): 956,
     ("gfx1201", "linear_exp._exponentials_kernel", "selected, temperatures and soft-cap"): 760,
 }
 LONG_ROWS = {"rms_norm._backward_kernel": 256}
@@ -78,7 +78,7 @@ def test_every_kernel_compiles(target, tmp_path):
 
 
 #: Kernels over tiles of products.
-PRODUCTS = ("linear_exp._exponentials_kernel", "linear_stats._linear_s")
+PRODUCTS = ("linear_exp._exponentials_kernel", "hard_rows._hard_rows_kernel")
 
 
 OPTIONS = """

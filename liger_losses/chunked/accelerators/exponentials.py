@@ -45,8 +45,8 @@ from liger_losses.chunked.core.weights import ALL
 from liger_losses.kernels.matmul import matmul_into
 
 #: What has gradients here, and what may be computed with it.
-STATISTICS = {"logp", "lse", "selected_logps"}
-METRICS = STATISTICS | {"mean_logit", "entropy"}
+STATISTICS = {"logp", "lse", "entropy", "selected_logps"}
+METRICS = STATISTICS | {"mean_logit", "argmax"}
 #: The most largest columns: a kernel numbers the candidates for them in 16 bits.
 MOST_LARGEST = 512
 #: The labels' terms, most of the weight's gradient, are added once at the end: with so many blocks, its error is at
@@ -110,11 +110,11 @@ class ExponentialBlock:
         selected, of_columns = Selected(), upstream.get("selected_logps")
         if of_columns is not None:
             columns, logps, of_columns = part.selected.contiguous(), values["selected_logps"], of_columns.contiguous()
-            selected = Selected(e, e.stride(0), labels, columns, logps, of_columns, logps.shape[1])
+            selected = Selected(labels, columns, logps, of_columns, logps.shape[1])
         hidden, transform = None if grads.of(weights.weight) is None else part.hidden, part.transform(part.temperature)
-        derivatives = upstream.get("logp"), upstream.get("lse")
+        derivatives, of_entropy = (upstream.get("logp"), upstream.get("lse")), upstream.get("entropy")
         scale, at_label, scaled = gradient_scales(
-            *derivatives, exponentials_of(values), hidden, transform, here, selected
+            *derivatives, exponentials_of(values), hidden, transform, here, selected, of_entropy, e
         )
         hidden = None
         if self.plan.hidden:
@@ -171,19 +171,21 @@ def row_bytes(call: Signature) -> int:
     """Of a token: exponentials, sums of their tiles, and the maxima of half tiles; hidden states, the same scaled, and
     their gradient in fp32."""
     columns, item = padded(call.columns), call.operand.itemsize
-    others = columns // 16 if call.largest else columns // 32
+    others = columns // 16 if call.largest or "argmax" in call.metrics else columns // 32
     return columns * item + others + call.hidden_size * (2 * item + 4)
 
 
 def serves(call: Signature) -> bool:
     """Whether one matrix is at hand, exponentials fit its dtype (fp16 cannot hold all), and its statistics are theirs.
-    Exponentials are rounded and have the soft-cap's slope: they say which logits are the largest where there is no
-    soft-cap and no derivative by these."""
+    Exponentials are rounded and have the soft-cap's slope: without one, they say which logits are the largest, if these
+    have no derivative, and what the entropy's derivative is."""
     if not (has_matrix(call) and call.trains and call.operand == torch.bfloat16):
         return False
     if call.kept or call.teacher_columns or not (call.statistics <= STATISTICS and call.metrics <= METRICS):
         return False
     differentiates = "selected_logps" in call.statistics
+    if "entropy" in call.statistics and (differentiates or not call.linear):
+        return False
     if call.largest and (differentiates or not call.linear or call.largest > MOST_LARGEST):
         return False
     return not (call.ranks > 1 and (differentiates or "selected_logps" in call.metrics))
@@ -194,7 +196,7 @@ def planned(call: Signature) -> Plan | None:
     if not serves(call):
         return None
     parts = MOST_PARTS if "selected_logps" in call.statistics else BLOCKS
-    call = replace(call, statistics=call.statistics - {"selected_logps"})  # whose gradients are no further rows
+    call = replace(call, statistics=call.statistics & {"logp", "lse"})  # others' gradients are no further rows
     if call.workspace is not None and call.workspace < least_bytes(call, row_bytes(call)):
         return None  # not even one row fits; the core, whose rows are longer, says so
     plan = by_blocks(call, "exponentials", ExponentialBlock.of, row_bytes(call), most_parts=parts)

@@ -17,9 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from liger_losses.chunked.accelerators.hard_rows import compute_hard_rows
 from liger_losses.chunked.accelerators.label_rows import logits_of_columns
-from liger_losses.chunked.accelerators.linear_stats import partial_sums
-from liger_losses.chunked.accelerators.split_sums import merge_sums
 from liger_losses.chunked.accelerators.tiles import (
     Tiles,
     project_tile,
@@ -31,7 +30,7 @@ from liger_losses.chunked.accelerators.tiles import (
 )
 from liger_losses.kernels._triton import jit, power_of_two, tl
 from liger_losses.kernels.logit_transform import Epilogue, capped_tanh, inverse_temperature, transform_block
-from liger_losses.kernels.online_softmax import Sums, log1p
+from liger_losses.kernels.online_softmax import log1p
 
 #: Tokens of one launch without exponentials, which bounds the memory of the tiles' sums: 16 MiB for 131072 columns,
 #: each of log-sum-exp, mean logit and entropy.
@@ -43,18 +42,20 @@ _ROWS = 32
 #: Larger sums of e are computed again: e reaches 1e26 if p_label is below 1e-26, and fp32 and bf16 end at 3e38.
 LARGEST_SUM = 1e26
 #: Arguments whose alignment is no reason to compile again: slices of vectors begin anywhere.
-_VECTORS = ["label_logit", "offset", "lse", "logp", "mean_logit", "entropy", "flags"]
+_VECTORS = ["maxima", "labels", "label_logit", "offset", "lse", "logp", "mean_logit", "entropy", "argmax", "flags"]
 
 
 class Exponentials(NamedTuple):
-    """The offset of ``e = exp(z - offset)``, the log-sum-exp and the label's log-probability, and the mean logit and
-    the entropy (or ``None``): ``[N]`` fp32 each. Without exponentials, the offset and ``logp`` may be ``None`` too."""
+    """The offset of ``e = exp(z - offset)``, the log-sum-exp and the label's log-probability, and the mean logit, the
+    entropy and the first column of the largest logit (or ``None``): ``[N]`` each, fp32 but the last, which is int64.
+    Without exponentials, the offset and ``logp`` may be ``None`` too."""
 
     offset: Tensor | None
     lse: Tensor
     logp: Tensor | None
     mean_logit: Tensor | None = None
     entropy: Tensor | None = None
+    argmax: Tensor | None = None
 
 
 def linear_exponentials(
@@ -71,9 +72,12 @@ def linear_exponentials(
     ``dz`` is the soft-cap's derivative at this logit, 1 without one.
 
     Args:
-        hidden, weight, labels, epilogue: as in
-            :func:`~liger_losses.chunked.accelerators.linear_stats.linear_softmax_statistics`.
-        values: the tensors to write statistics into.
+        hidden: ``[N, H]``.
+        weight: ``[V, H]``, rows contiguous, of the same half-precision dtype.
+        labels: ``[N]`` int64 in ``[0, V)``.
+        values: the tensors to write statistics into. Of logits that differ by less than fp32's error, ``argmax`` may be
+            any.
+        epilogue: from projections to logits.
         out: ``[N, V]``, rows contiguous; without it only the statistics are computed.
         k: how many columns of the largest logits to return, of a linear epilogue.
 
@@ -91,37 +95,35 @@ def linear_exponentials(
         return labels.new_empty(0, k) if k else None
     label_logit = logits_of_columns(hidden, weight, labels, epilogue)
     row_tiles, column_tiles, programs, arguments = tiles_of(hidden, weight, epilogue, out)
-    # A run for the log-sum-exps takes the same.
-    same = Tiles(row_tiles, column_tiles, programs, dict(arguments))
-    same.arguments.pop("out", None), same.arguments.pop("out_stride", None)
+    same = Tiles(
+        row_tiles, column_tiles, programs, {n: v for n, v in arguments.items() if n not in ("out", "out_stride")}
+    )
     partial = torch.empty(column_tiles, tokens, dtype=torch.float32, device=hidden.device)
     logit_sums = None if values.mean_logit is None else torch.empty_like(partial)
     moments = None if values.entropy is None else torch.empty_like(partial)
-    maxima = torch.empty(2 * column_tiles, tokens, dtype=torch.float32, device=hidden.device) if k else None
+    largest = k or values.argmax is not None
+    maxima = torch.empty(2 * column_tiles, tokens, dtype=torch.int32, device=hidden.device) if largest else None
     arguments |= {"labels": labels, "partial": partial, "logit_sums": logit_sums, "moments": moments, "maxima": maxima}
-    arguments["group"] = _GROUP
-    sums = Sums(moment=None if moments is None else 1)
+    arguments["group"], width = _GROUP, arguments["BLOCK_V"] // 2
     product = _exponentials_kernel[(min(programs, row_tiles * column_tiles),)]
     product(**arguments, offset=label_logit, needed=None)
-    flags = hidden.new_zeros(2 + tokens, dtype=torch.int32)  # allocated once the product is queued
+    flags = hidden.new_zeros(1 + tokens, dtype=torch.int32)  # allocated once the product is queued
     _row_exponentials_kernel[(-(-tokens // _ROWS),)](
-        partial, logit_sums, moments, label_logit, *values, flags,
-        column_tiles, tokens, columns, LARGEST_SUM, BLOCK=_ROWS, TILES=32,
+        partial, logit_sums, moments, maxima, labels, label_logit, *values, flags,
+        column_tiles, tokens, columns, LARGEST_SUM, width, BLOCK=_ROWS, TILES=32,
     )  # fmt: skip
     # These kernels return at once unless the device has flagged a row: without a synchronization, and in no time.
-    of_splits = partial_sums(hidden, weight, labels, sums, epilogue, flags, same)
-    again = {"lse": values.lse, "logp": values.logp, "entropy": values.entropy}
-    merge_sums(again, of_splits, columns, sums, flags=flags, label_logit=label_logit, offset=values.offset)
+    compute_hard_rows(values, label_logit, flags, same)
     if out is not None:
         product(**arguments, offset=values.offset, needed=flags)
-    if out is None or maxima is None:
+    if out is None or not k:
         return None
-    largest, width, most = labels.new_empty(tokens, k), arguments["BLOCK_V"] // 2, power_of_two(k)
+    top, most = labels.new_empty(tokens, k), power_of_two(k)
     _largest_kernel[(tokens,)](
-        largest, out, out.stride(0), maxima, labels, *values[:3], tokens, columns, len(maxima), k,
-        TILES=power_of_two(len(maxima)), WIDTH=width, MOST=most, num_warps=min(max(most * width // 1024, 4), 16),
+        top, out, out.stride(0), maxima, labels, *values[:3], tokens, columns, 2 * column_tiles, k,
+        TILES=power_of_two(2 * column_tiles), WIDTH=width, MOST=most, num_warps=min(max(most * width // 1024, 4), 16),
     )  # fmt: skip
-    return largest
+    return top
 
 
 @jit
@@ -154,7 +156,7 @@ def _largest_kernel(
     label = tl.load(labels + row).to(tl.int32)
     of_label = tl.exp(tl.load(logp + row) + tl.load(lse + row) - tl.load(offset + row))
     tile = tl.arange(0, TILES)
-    most = tl.load(maxima + tile * tokens + row, mask=tile < tiles, other=0.0)
+    most = (tl.load(maxima + tile * tokens + row, mask=tile < tiles, other=0) & -128).to(tl.float32, bitcast=True)
     most = tl.where(tile == label // WIDTH, tl.maximum(most, of_label), most)
     tile = _places(tl.where(tile < tiles, _key(most, tile), -1), k, MOST)
     column = tl.where(tile < 0, columns, tile * WIDTH)[:, None] + tl.arange(0, WIDTH)[None, :]
@@ -172,13 +174,14 @@ def _largest_kernel(
     do_not_specialize_on_alignment=_VECTORS,
 )
 def _row_exponentials_kernel(
-    partial, logit_sums, moments, label_logit, offset, lse, logp, mean_logit, entropy, flags,
-    column_tiles, tokens, columns, limit, BLOCK: tl.constexpr, TILES: tl.constexpr,
+    partial, logit_sums, moments, maxima, labels, label_logit, offset, lse, logp, mean_logit, entropy, argmax, flags,
+    column_tiles, tokens, columns, limit, WIDTH: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """Log-sum-exp and log-probability from the tiles' sums over all columns but the label's; the mean of all logits;
-    the entropy, ``log sum(e) - sum(e (z - offset)) / sum(e)``, with the same rounding errors as ``logp``.
+    the entropy, ``log sum(e) - sum(e (z - offset)) / sum(e)``, with the same rounding errors as ``logp``; the column of
+    the largest logit from the ``maxima`` of half tiles of ``WIDTH`` columns, as :func:`_exponentials_kernel` has them.
 
-    Rows whose sum is larger than the ``limit`` are flagged: ``flags`` are as :func:`merge_sums` takes them.
+    Rows whose sum is larger than the ``limit`` are flagged: ``flags`` are as :func:`compute_hard_rows` takes them.
     """
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = rows < tokens
@@ -196,7 +199,7 @@ def _row_exponentials_kernel(
             moment += tl.sum(tl.load(moments + at, mask=mask, other=0.0), 0)
     z = tl.load(label_logit + rows, mask=inside, other=0.0)
     too_large = inside & ((rest <= limit) == 0)  # NaN is too large
-    tl.store(flags + 2 + rows, too_large.to(tl.int32), mask=inside)
+    tl.store(flags + 1 + rows, too_large.to(tl.int32), mask=inside)
     if tl.max(too_large.to(tl.int32), 0) > 0:
         tl.store(flags, 1)
     log_total = log1p(rest)
@@ -210,6 +213,19 @@ def _row_exponentials_kernel(
     if entropy is not None:
         nats = log_total - moment * 0.6931471805599453 / (1.0 + rest)
         tl.store(entropy + rows, tl.where(nats < 0, 0.0, nats), mask=inside)  # NaN stays
+    if argmax is not None:
+        top = tl.full((BLOCK,), 0x3F800000 >> 7, tl.int32)  # the label's exponential is 1
+        best = tl.load(labels + rows, mask=inside, other=0).to(tl.int32)
+        for start in range(0, 2 * column_tiles, TILES):
+            tile = start + tl.arange(0, TILES)
+            mask = (tile < 2 * column_tiles)[:, None] & inside[None, :]
+            key = tl.load(maxima + tile[:, None] * tokens + rows[None, :], mask=mask, other=0)
+            value = tl.max(key >> 7, 0)
+            column = tile[:, None] * WIDTH + (127 - (key & 127))
+            column = tl.min(tl.where(key >> 7 == value[None, :], column, columns), 0)
+            best = tl.where(value == top, tl.minimum(best, column), tl.where(value > top, column, best))
+            top = tl.maximum(top, value)
+        tl.store(argmax + rows, best.to(tl.int64), mask=inside)
 
 
 @jit(
@@ -227,8 +243,8 @@ def _exponentials_kernel(
 
     ``partial``, ``logit_sums`` and ``moments`` are ``[column tiles, tokens]``: each tile writes the sums of its rows,
     so that their bits depend neither on the program that took it nor on the other rows. Exponentials are taken and
-    stored in two halves of a tile, whose ``maxima`` are ``[2 column tiles, tokens]``. With x the exponent of 2 in e,
-    moments are the sums of e x.
+    stored in two halves of a tile, whose ``maxima`` are ``[2 column tiles, tokens]``: the bits of the largest e, of
+    which the last 7 are 127 minus its place. With x the exponent of 2 in e, moments are the sums of e x.
     """
     row_tiles = tl.cdiv(tokens, BLOCK_N)
     column_tiles = tl.cdiv(vocab_size, BLOCK_V)
@@ -268,7 +284,8 @@ def _exponentials_kernel(
             e = tl.where(tl.arange(0, BLOCK_V // 2)[None, :] != (label - start)[:, None], e, 0.0)
             sums += tl.sum(e, 1)
             if maxima is not None:
-                tl.store(maxima + (2 * column_tile + half) * tokens + rows, tl.max(e, 1), mask=rows < tokens)
+                key = (e.to(tl.int32, bitcast=True) & -128) | (127 - tl.arange(0, BLOCK_V // 2))[None, :]
+                tl.store(maxima + (2 * column_tile + half) * tokens + rows, tl.max(key, 1), mask=rows < tokens)
             if moments is not None:
                 moment += tl.sum(e * tl.maximum(exponent, -200.0), 1)  # not 0 * -inf
             if transform.cap is not None:

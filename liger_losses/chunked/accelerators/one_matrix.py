@@ -34,9 +34,10 @@ def epilogue_of(part: Target) -> Epilogue:
 
 def empty_values(names: set[str], part: Target) -> dict[str, Tensor]:
     """Memory ``[R]`` of what :func:`linear_exponentials` writes, by name."""
-    wanted = [name for name in Exponentials._fields if name in names]
+    wanted = [name for name in Exponentials._fields[:-1] if name in names]
     memory = torch.empty(len(wanted), len(part.hidden), dtype=torch.float32, device=part.hidden.device)
-    return dict(zip(wanted, memory.unbind(), strict=True))
+    values = dict(zip(wanted, memory.unbind(), strict=True))
+    return values | ({"argmax": torch.empty_like(part.labels)} if "argmax" in names else {})
 
 
 def exponentials_of(values: dict[str, Tensor]) -> Exponentials:

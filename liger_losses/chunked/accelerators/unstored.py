@@ -11,7 +11,6 @@ from typing import NamedTuple
 from torch import Tensor
 
 from liger_losses.chunked.accelerators.linear_exp import linear_exponentials
-from liger_losses.chunked.accelerators.linear_stats import linear_softmax_statistics
 from liger_losses.chunked.accelerators.one_matrix import (
     empty_values,
     epilogue_of,
@@ -26,8 +25,8 @@ from liger_losses.chunked.core.statistics import Statistic
 from liger_losses.chunked.core.target import Target
 from liger_losses.kernels.matmul import HALF_DTYPES
 
-#: By the faster kernel of the two.
-BY_EXPONENTIALS = {"lse", "logp", "mean_logit", "entropy"}
+#: What there are sums of; ranks that share a vocabulary merge all but the last.
+STATISTICS = {"lse", "logp", "mean_logit", "entropy", "argmax"}
 
 
 class StatisticsBlock(NamedTuple):
@@ -39,12 +38,8 @@ class StatisticsBlock(NamedTuple):
 def block_of(part: Target, asked: tuple[Statistic, ...], plan: Plan) -> StatisticsBlock:
     names = {"lse", *[s.name for s in asked]}
     labels, here = labels_of(part)
-    arguments = part.hidden, matrix_of(part), labels
-    if names <= BY_EXPONENTIALS:
-        values = empty_values(names, part)
-        linear_exponentials(*arguments, exponentials_of(values), epilogue_of(part))
-    else:
-        values = linear_softmax_statistics(*arguments, frozenset(names), epilogue_of(part))
+    values = empty_values(names, part)
+    linear_exponentials(part.hidden, matrix_of(part), labels, exponentials_of(values), epilogue_of(part))
     return StatisticsBlock(merged(values, part.head.ranks, plan, here))
 
 
@@ -57,7 +52,7 @@ def planned(call: Signature) -> Plan | None:
     """Of calls in which nothing is trained, and a kernel has the statistics of one matrix that is at hand."""
     if not (has_matrix(call) and call.of_kernels and not call.trains and call.operand in HALF_DTYPES):
         return None
-    if call.ranks > 1 and not call.statistics | call.metrics <= BY_EXPONENTIALS:
+    if not call.statistics | call.metrics <= (STATISTICS if call.ranks == 1 else STATISTICS - {"argmax"}):
         return None
     plan = by_blocks(call, "statistics", block_of, row_bytes(call))
     return plan if plan.products.columns >= call.columns else None

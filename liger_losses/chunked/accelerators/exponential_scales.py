@@ -118,16 +118,16 @@ def _scales_kernel(
     inverse = inverse_temperature(transform, row, True, 0)
     s = tl.exp(row_offset - row_lse)
     if of_entropy is not None:
-        h = tl.load(of_entropy + row)
+        entropy_c = tl.load(of_entropy + row)
         nats = tl.load(entropy + row)
         for start in range(0, vocab_size, BLOCK):
             at = start + tl.arange(0, BLOCK)
             pointers = out + row * out_stride + at
             e = tl.load(pointers, mask=at < vocab_size, other=0.0).to(tl.float32)
             log_p = tl.log(tl.where(e > 0, e, 1.0)) + (row_offset - row_lse)
-            e *= p_c - h * (log_p + nats)
+            e *= p_c - entropy_c * (log_p + nats)
             tl.store(pointers, e.to(out.dtype.element_ty), mask=at < vocab_size)
-        p_c -= h * (row_logp + nats)  # at the label
+        p_c -= entropy_c * (row_logp + nats)  # at the label
     else:
         s *= p_c
     # p_coef p + label_coef with p = 1 + expm1(logp), so that p - 1 keeps its digits.

@@ -106,6 +106,13 @@ def logps(load: Load, size: Size, live: float = 1.0) -> Call:
     return loss_call(load("linear_logps"), (hidden, weight, labels), (hidden, weight), upstream)
 
 
+def trainer_logps(load: Load, size: Size) -> Call:
+    """What TRL's trainers ask for: entropies and the likeliest tokens are metrics, but may have a gradient."""
+    hidden, weight, labels = inputs(*size)
+    function = partial(load("linear_statistics"), statistics=("logp", "entropy"), metrics=("argmax",))
+    return loss_call(lambda *tensors: function(*tensors).logp, (hidden, weight, labels), (hidden, weight))
+
+
 def logps_without_gradient(load: Load, size: Size) -> Call:
     hidden, weight, labels = (part.detach() for part in inputs(*size))
     function = load("linear_logps")
@@ -192,6 +199,7 @@ def layer(load: Load, name: str, sizes: tuple[int, ...]) -> Call:
 LOSSES: dict[str, Callable[..., Call]] = {
     "cross-entropy": cross_entropy,
     "log-probs": logps,
+    "log-probs, entropy and argmax": trainer_logps,
     "DPO": dpo,
     "GRPO": grpo,
     "log-probs without gradient": logps_without_gradient,

@@ -20,7 +20,7 @@ CALL = Signature(
 )  # fmt: skip
 COUPLED = {"gradients_in_backward": True}
 WITHOUT_GRADIENTS = {"trains_weight": False, "trains_hidden": False}
-OF_CORE = {"statistics": frozenset({"logp", "entropy"})}  # of which no accelerator has gradients
+OF_CORE = {"statistics": frozenset({"logp", "mean_logp"})}  # of which no accelerator has gradients
 TEACHER = {"teacher_columns": 128256, "teacher_size": 2048, "statistics": frozenset({"divergence"})}
 SMALL = {"options": EngineOptions(workspace=64 * MiB)}
 ON_CPU = {"device": torch.device("cpu"), "memory": 0, "operand": torch.float32, "backend": "torch"}

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from liger_losses import EngineOptions, LogitTransform, linear_logps, linear_statistics, linear_token_loss
-from liger_losses.chunked.accelerators import label_rows, linear_exp, linear_stats
+from liger_losses.chunked.accelerators import hard_rows, label_rows, linear_exp
 from liger_losses.kernels import autograd, softmax_grad, targets
 from liger_losses.kernels._triton import warn_once
-from tests.reference import NAMES, double, on_gpu, plain_statistics
+from tests.reference import double, on_gpu, plain_statistics
 
 pytestmark = pytest.mark.gpu
 
@@ -20,12 +20,13 @@ def test_statistics_without_the_tensor_memory_accelerator(sizes, dtype, monkeypa
     monkeypatch.setattr("liger_losses.chunked.accelerators.tiles.has_tma", lambda device: False)
     masked = 0.2 if sizes[0] > 1 else 0.0
     hidden, weight, labels, bias = on_gpu(*sizes, dtype=dtype, bias=True, masked=masked, scale=3.0)
+    names = ("logp", "entropy", "lse", "mean_logit")
     transform = {"temperature": 0.8, "logit_scale": 1.2, "softcap": 12.0}
     exact_hidden, exact_weight, exact_bias = double(hidden, weight, bias)
     with torch.no_grad():
         exact = plain_statistics(exact_hidden, exact_weight, labels, exact_bias, **transform)
-        found = linear_statistics(hidden, weight, labels, NAMES, bias=bias, transform=LogitTransform(**transform))
-    for name in NAMES:
+        found = linear_statistics(hidden, weight, labels, names, bias=bias, transform=LogitTransform(**transform))
+    for name in names:
         torch.testing.assert_close(getattr(found, name).double(), exact[name], rtol=1e-4, atol=1e-4, msg=name)
 
 
@@ -33,7 +34,7 @@ def test_a_new_number_of_tokens_never_recompiles():
     def compiled():
         kernels = {
             name: kernel
-            for module in (label_rows, linear_exp, linear_stats, autograd, softmax_grad)
+            for module in (hard_rows, label_rows, linear_exp, autograd, softmax_grad)
             for name, kernel in vars(module).items()
             if name.endswith("_kernel")
         }

@@ -3,8 +3,8 @@
 The softmax is a multiple of it by row, so both gradient products are taken with it as it is (:mod:`.linear_exp`). It
 takes half the memory of fp32 logits, so more losses that couple tokens keep their blocks until backward, and no pass
 over logits between the products, but for an entropy's derivative, which takes the logarithms of exponentials. The
-labels' own terms are added in fp32. Logits of selected columns are products with single rows of the head; of terms there
-that may cancel, the sum is written among the exponentials.
+labels' own terms are added in fp32. Logits of selected columns are products with single rows of the head; of terms
+there that may cancel, the sum is written among the exponentials.
 
 On an H200 in bf16 (benchmarks/results/accelerators.txt), calls with it take this part of the time without it, at 4,096
 and 16,384 tokens x 2048 and 4096 x 128256: cross-entropy 0.83 to 0.97, GRPO 0.48 to 0.91, log-probabilities 0.67 to

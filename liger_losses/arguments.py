@@ -6,7 +6,7 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from typing import Any, ParamSpec, TypeVar
 
 from torch import Tensor, nn
@@ -141,11 +141,10 @@ def _unknown(name: str, kind: str, unknown: Sequence[str], known: Sequence[str])
 
 def options_signature(cls: Any, positions: Sequence[str]) -> inspect.Signature:
     """The fields of a loss's options, of which those of ``positions`` come first, by position or by name."""
-    kind, known = inspect.Parameter, {field.name: field for field in fields(cls.options_type)}
+    kind, known = inspect.Parameter, inspect.signature(cls.options_type).parameters
     kinds = {name: kind.POSITIONAL_OR_KEYWORD if name in positions else kind.KEYWORD_ONLY for name in known}
-    defaults = {name: kind.empty if field.default is MISSING else field.default for name, field in known.items()}
-    names = sorted(known, key=[*positions, *known].index)
-    return inspect.Signature([kind(n, kinds[n], default=defaults[n], annotation=known[n].type) for n in names])
+    names = sorted(known, key=[*positions, *[field.name for field in fields(cls.options_type)]].index)
+    return inspect.Signature([known[name].replace(kind=kinds[name]) for name in names])
 
 
 def constructor_signature(cls: Any) -> inspect.Signature:

@@ -366,16 +366,14 @@ def as_tensor(value: float, device: torch.device) -> Tensor:
     return torch.full((), value, dtype=torch.float32, device=device)
 
 
-def check_weight(weight: Any, bias: Any = None) -> None:
-    """Raise TypeError or ValueError unless these are a weight ``[V, H]`` and its bias ``[V]`` (or ``None``)."""
+def check_weight(weight: Any) -> None:
+    """Raise TypeError or ValueError unless this is a weight ``[V, H]``."""
     check_tensor("weight", weight, FLOATS, "; dequantize it first, or pass the quantized layer")
     if weight.dim() != 2:
         swapped = f"; were weight and hidden states swapped? {ORDER}." if weight.dim() == 3 else "."
         raise ValueError(f"weight must be [vocab_size, hidden_size], got shape {tuple(weight.shape)}{swapped}")
     if 0 in weight.shape:
         raise ValueError(f"weight must not be empty, got shape {tuple(weight.shape)}.")
-    if bias is not None:
-        check_vector("bias", bias, weight)
 
 
 def check_vector(name: str, vector: Any, weight: Tensor, vocab_size: int | None = None) -> None:

@@ -11,8 +11,8 @@ from unittest import mock
 
 from liger_losses import checks
 from liger_losses.chunked import accelerators
-from liger_losses.chunked.core import stream, support
-from liger_losses.chunked.core.adapters import LowRank as LowRank
+from liger_losses.chunked.core import inputs, stream
+from liger_losses.chunked.core.head import LowRank as LowRank
 from liger_losses.chunked.core.statistics import STATISTICS, Statistic
 from liger_losses.kernels._triton import INTERPRETED, triton
 from tests.interpreter import faster as faster
@@ -58,7 +58,7 @@ def as_on_a_gpu() -> Iterator[None]:
 @contextmanager
 def read_rows_up_to(columns: int) -> Iterator[None]:
     """Rows of the weight are read for so many kept columns, and products with all of it serve more."""
-    with mock.patch.object(support, "most_read", return_value=columns):
+    with mock.patch.object(inputs, "most_read", return_value=columns):
         yield
 
 

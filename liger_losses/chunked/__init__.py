@@ -3,7 +3,7 @@
 from liger_losses.chunked import accelerators  # noqa: F401  the core does not know them
 from liger_losses.chunked.core.distilled import Teacher, TeacherLogits, Teachers, TeacherTopK, projected_teacher
 from liger_losses.chunked.core.head import Head
-from liger_losses.chunked.core.inputs import shift_labels
+from liger_losses.chunked.core.inputs import TokenSupport, shift_labels
 from liger_losses.chunked.core.ops import (
     linear_divergence,
     linear_divergence_loss,
@@ -22,8 +22,7 @@ from liger_losses.chunked.core.quantizers import (
     register_quantized_weight,
 )
 from liger_losses.chunked.core.ranks import ALONE, Ranks
-from liger_losses.chunked.core.results import Largest, Statistics, register_statistic
-from liger_losses.chunked.core.support import TokenSupport
+from liger_losses.chunked.core.statistics import Largest, Statistics, register_statistic
 from liger_losses.chunked.core.workspace import set_default_workspace, workspace
 
 __all__ = [

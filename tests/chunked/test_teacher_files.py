@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from liger_losses import Head, LogitTransform, Teacher, TeacherFiles, TeacherWriter
-from liger_losses.chunked.core.adapters import LowRank
+from liger_losses.chunked.core.head import LowRank
 from tests.losses import JSD
 from tests.reference import Int8Weight, problem
 

@@ -3,9 +3,9 @@
 Read in this order; each file uses only those above it (of two in a line, either), ``liger_losses.kernels`` and torch.
 
 - ``workspace``, ``options``: what users may set
-- ``quantizers``, ``agreement``, ``ranks``, ``buffers``, ``weights``, ``adapters``, ``head``: what logits are made of,
+- ``quantizers``, ``agreement``, ``ranks``, ``buffers``, ``weights``, ``head``: what logits are made of,
   who has which columns, and where gradients add up
-- ``statistics``: what is asked of the softmax of a token
+- ``statistics``: what is asked of the softmax of a token, and what users get
 - ``teachers``, ``target``: tokens, their head, and what belongs to each: labels, temperatures, columns, a teacher
 - ``plan``: how many tokens at a time, when gradients are computed, and which block holds them
 - ``rows``, ``block``: the logits of some tokens: statistics, then gradients
@@ -15,8 +15,8 @@ Read in this order; each file uses only those above it (of two in a line, either
 
 What users call makes targets of their arguments, and none of the files above knows it:
 
-- ``distilled``, ``results``: teachers, and statistics as users have them
-- ``inputs``, ``support``, ``entry``, ``ops``: from arguments to targets; the operations
+- ``distilled``: teachers
+- ``inputs``, ``entry``, ``ops``: from arguments to targets; the operations
 """
 
 from liger_losses.chunked.core.compiled import loss_sum, statistics

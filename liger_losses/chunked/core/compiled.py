@@ -3,9 +3,10 @@
 A graph holds tensors, and no objects: a call is written down as a text, the expression that makes it again. Each tensor
 in it is an entry of a list, and each number that may change is an entry of that list's last tensor.
 
-- ``liger_losses::statistics`` has the statistics of all tokens, and ``liger_losses::statistics_gradients`` is its
-  backward, which computes logits again and takes the statistics from forward;
-- ``liger_losses::loss_sum`` has the loss, and the gradients that its backward scales.
+- ``liger_losses::chunked`` has the statistics of all tokens; or the sum of their losses, and the gradients that its
+  backward scales;
+- ``liger_losses::chunked_gradients`` is its backward where there is no loss: it computes logits again and takes the
+  statistics from forward.
 """
 
 from __future__ import annotations
@@ -18,8 +19,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from liger_losses.chunked.core import stream
-from liger_losses.chunked.core.adapters import LowRank
-from liger_losses.chunked.core.head import Head
+from liger_losses.chunked.core.head import Head, LowRank
 from liger_losses.chunked.core.options import EngineOptions
 from liger_losses.chunked.core.ranks import ALONE
 from liger_losses.chunked.core.statistics import Statistic, asked_for
@@ -92,36 +92,27 @@ def _outputs(targets: Sequence[Target], asked: Sequence[Statistic], tensors: lis
                 like, k = (selected, "") if isinstance(selected, Tensor) else (like, f"{selected},")
             dtype = torch.int64 if s.name in ("argmax", "columns") else wide_dtype(target.hidden.dtype)
             outputs += f"({_place_of(like, tensors)}, ({k}), {dtype}), "
-    return f"[{outputs}]"
+    return outputs
 
 
-def _called(
-    operator: Any, name: str, targets: Sequence[Target], asked: Sequence[Statistic], *arguments: Any
-) -> list[Tensor]:
-    """What an operator returns of a call of the function of this name."""
+def traced(
+    name: str, targets: Sequence[Target], asked: Sequence[Statistic], *arguments: Any, losses: bool = False
+) -> tuple[list[Tensor], list[Values]]:
+    """What the function of this name has of its arguments, as an operator: the sum of ``losses``, if it has any, and
+    the statistics of each target."""
     tensors: list[Tensor] = []
     numbers: list[float] = []
     parts = "".join([f"{_written(part, tensors, numbers)}, " for part in arguments])
-    autocast = autocast_dtype(targets[0].hidden.device)
-    text = f"{_outputs(targets, asked, tensors)}, {autocast}, lambda known: {name}({parts}**known)"
+    hidden = targets[0].hidden
+    total = f"({_place_of(hidden, tensors)}, None, {wide_dtype(hidden.dtype)}), " if losses else ""
+    outputs = f"[{total}{_outputs(targets, asked, tensors)}]"
+    text = f"{outputs}, {autocast_dtype(hidden.device)}, lambda known: {name}({parts}**known)"
     leaves = [leaf.tensor for target in targets for leaf in target.leaves()] if torch.is_grad_enabled() else []
     trained = [any(tensor is leaf for leaf in leaves) for tensor in tensors]
     tensors = [tensor if on else tensor.detach() for tensor, on in zip(tensors, trained, strict=True)]
-    return operator(text, [*trained, False], [*tensors, torch.tensor(numbers, dtype=torch.float64, device="cpu")])
-
-
-def _named(targets: Sequence[Target], asked: Sequence[Statistic], outputs: Sequence[Tensor]) -> list[Values]:
-    """The statistics of each target."""
-    left = iter(outputs)
-    return [{s.name: next(left) for s in asked} for _ in targets]
-
-
-def traced_statistics(
-    name: str, targets: Sequence[Target], asked: Sequence[Statistic], *arguments: Any
-) -> list[Values]:
-    """The statistics that the function of this name has of its arguments, as an operator."""
-    outputs = _called(torch.ops.liger_losses.statistics, name, targets, asked, *arguments)
-    return _named(targets, asked, outputs)
+    tensors.append(torch.tensor(numbers, dtype=torch.float64, device="cpu"))
+    left = iter(torch.ops.liger_losses.chunked(text, [*trained, False], tensors, losses))
+    return [next(left) for _ in range(losses)], [{s.name: next(left) for s in asked} for _ in targets]
 
 
 def statistics(
@@ -137,7 +128,7 @@ def statistics(
     asked, wanted = asked_for(names, (*metrics, "lse")), asked_for(names, metrics)
     return [
         {s.name: values[s.name] if s.differentiable else values[s.name].detach() for s in wanted}
-        for values in traced_statistics("statistics", targets, asked, list(targets), asked, options)
+        for values in traced("statistics", targets, asked, list(targets), asked, options)[1]
     ]
 
 
@@ -158,8 +149,8 @@ def loss_sum(
     if known and not any(stream.scales_late(target.hidden, target.leaves()) for target in targets):
         asked = asked_for(names, metrics)
         arguments = (list(targets), asked, [loss.prepared() for loss in token_losses], options)
-        total, *outputs = _called(torch.ops.liger_losses.loss_sum, "loss_sum", targets, asked, *arguments)
-        return total, _named(targets, asked, [value.detach() for value in outputs])
+        (total,), of_targets = traced("loss_sum", targets, asked, *arguments, losses=True)
+        return total, [{name: value.detach() for name, value in values.items()} for values in of_targets]
     losses: list[Tensor] = []
     numbers: list[Values] = []
     for target, loss, values in zip(targets, token_losses, statistics(targets, names, options, metrics), strict=True):
@@ -179,31 +170,19 @@ def _read(text: str, tensors: Sequence[Tensor], numbers: Sequence[float] = ()) -
     return eval(text, {**_NAMES, "tensors": tensors, "numbers": numbers})
 
 
-def _run(text: str, trained: Sequence[bool], tensors: Sequence[Tensor], **known: Any) -> tuple[Any, list[Tensor]]:
-    """What the call returns, and the leaves that are trained."""
+def _run(text: str, trained: Sequence[bool], tensors: Sequence[Tensor], **known: Any) -> tuple[list[Tensor], ...]:
+    """The outputs of the call, and the leaves that are trained."""
     leaves = [tensor.detach().requires_grad_(on) for tensor, on in zip(tensors, trained, strict=True)]
     _, autocast, call = _read(text, leaves, tensors[-1].tolist())
     with torch.autocast(tensors[0].device.type, dtype=autocast, enabled=autocast is not None):
-        return call(known), [leaf for leaf in leaves if leaf.requires_grad]
-
-
-def _empty(text: str, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The statistics, without values."""
-    outputs = _read(text, tensors)[0]
-    return [tensors[place].new_empty((*tensors[place].shape, *k), dtype=dtype) for place, k, dtype in outputs]
-
-
-def _separate(values: Sequence[Tensor]) -> list[Tensor]:
-    """An operator's outputs share no memory."""
-    return [value.detach().clone(memory_format=torch.contiguous_format) for value in values]
-
-
-def _flat(of_targets: Sequence[Values]) -> list[Tensor]:
-    return [value for values in of_targets for value in values.values()]
+        *total, of_targets = result if isinstance(result := call(known), tuple) else (result,)
+    outputs = [*total, *[value for values in of_targets for value in values.values()]]
+    return outputs, [leaf for leaf in leaves if leaf.requires_grad]
 
 
 def _gradients_of(outputs: Sequence[Tensor], leaves: Sequence[Tensor], upstream: Any = None) -> list[Tensor]:
-    grads = torch.autograd.grad(outputs, leaves, upstream, allow_unused=True) if outputs else [None] * len(leaves)
+    unused = [None] * len(leaves)
+    grads = torch.autograd.grad(outputs, leaves, upstream, allow_unused=True) if outputs and leaves else unused
     return [x.new_zeros(x.shape) if g is None else g.contiguous() for x, g in zip(leaves, grads, strict=True)]
 
 
@@ -211,23 +190,32 @@ def _empty_gradients(trained: Sequence[bool], tensors: Sequence[Tensor]) -> list
     return [tensor.new_empty(tensor.shape) for tensor, on in zip(tensors, trained, strict=True) if on]
 
 
-def _operator(name: str, others: str = "") -> Any:
-    schema = f"(str text, bool[] trained, Tensor[] tensors{others}) -> Tensor[]"
+def _operator(name: str, others: str) -> Any:
+    schema = f"(str text, bool[] trained, Tensor[] tensors, {others}) -> Tensor[]"
     tags = (torch.Tag.cudagraph_unsafe,)  # the host counts tokens
     return torch.library.custom_op(name, mutates_args=(), schema=schema, tags=tags)
 
 
-@_operator("liger_losses::statistics")
-def _statistics(text: str, trained: Sequence[bool], tensors: Sequence[Tensor]) -> list[Tensor]:
-    with torch.inference_mode(False), torch.no_grad():
-        return _separate(_flat(_run(text, trained, tensors)[0]))
+@_operator("liger_losses::chunked", "bool losses")
+def _call(text: str, trained: Sequence[bool], tensors: Sequence[Tensor], losses: bool) -> list[Tensor]:
+    """The outputs, none of which shares memory; of losses, also the gradients of what is trained."""
+    with torch.inference_mode(False), torch.set_grad_enabled(losses and any(trained)):
+        outputs, leaves = _run(text, trained, tensors)
+        separate = [value.detach().clone(memory_format=torch.contiguous_format) for value in outputs]
+        return [*separate, *(_gradients_of(outputs[:1], leaves) if losses else [])]
 
 
-_statistics.register_fake(lambda text, trained, tensors: _empty(text, tensors))
+@_call.register_fake
+def _(text: str, trained: Sequence[bool], tensors: Sequence[Tensor], losses: bool) -> list[Tensor]:
+    outputs = []
+    for place, k, dtype in _read(text, tensors)[0]:
+        shape = () if k is None else (*tensors[place].shape, *k)
+        outputs.append(tensors[place].new_empty(shape, dtype=dtype))
+    return [*outputs, *(_empty_gradients(trained, tensors) if losses else [])]
 
 
-@_operator("liger_losses::statistics_gradients", ", Tensor[] values, Tensor?[] upstream")
-def _statistics_gradients(
+@_operator("liger_losses::chunked_gradients", "Tensor[] values, Tensor?[] upstream")
+def _call_gradients(
     text: str,
     trained: Sequence[bool],
     tensors: Sequence[Tensor],
@@ -235,55 +223,30 @@ def _statistics_gradients(
     upstream: Sequence[Tensor | None],
 ) -> list[Tensor]:
     with torch.inference_mode(False), torch.enable_grad():  # below autograd, nothing would be recorded
-        of_targets, leaves = _run(text, trained, tensors, known=values)
-        pairs = [(v, g) for v, g in zip(_flat(of_targets), upstream, strict=True) if g is not None and v.requires_grad]
+        outputs, leaves = _run(text, trained, tensors, known=values)
+        pairs = [(v, g) for v, g in zip(outputs, upstream, strict=True) if g is not None and v.requires_grad]
         return _gradients_of([value for value, _ in pairs], leaves, [g for _, g in pairs])
 
 
-_statistics_gradients.register_fake(lambda text, trained, tensors, *_: _empty_gradients(trained, tensors))
+_call_gradients.register_fake(lambda text, trained, tensors, *_: _empty_gradients(trained, tensors))
 
 
-@_operator("liger_losses::loss_sum")
-def _loss_sum(text: str, trained: Sequence[bool], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The loss, the statistics, and the gradients of what is trained."""
-    with torch.inference_mode(False), torch.set_grad_enabled(any(trained)):
-        (total, of_targets), leaves = _run(text, trained, tensors)
-        return [*_separate([total, *_flat(of_targets)]), *_gradients_of([total] if leaves else [], leaves)]
-
-
-@_loss_sum.register_fake
-def _(text: str, trained: Sequence[bool], tensors: Sequence[Tensor]) -> list[Tensor]:
-    total = tensors[0].new_empty((), dtype=wide_dtype(tensors[0].dtype))
-    return [total, *_empty(text, tensors), *_empty_gradients(trained, tensors)]
-
-
-def _save_call(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
-    ctx.text, ctx.trained, tensors = inputs
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
+    ctx.text, ctx.trained, tensors, ctx.losses = inputs
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors, *output)
+    gradients = output[len(output) - sum(ctx.trained) :]
+    ctx.save_for_backward(*gradients if ctx.losses else (*tensors, *output))
 
 
-def _save_gradients(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
-    ctx.trained = inputs[1]
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*output[len(output) - sum(ctx.trained) :])
-
-
-def _spread(gradients: Sequence[Tensor | None], trained: Sequence[bool]) -> tuple[None, None, list[Tensor | None]]:
+def _backward(ctx: Any, upstream: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    saved, count, factor = list(ctx.saved_tensors), len(ctx.trained), upstream[0]
+    if ctx.losses:
+        gradients = [None if factor is None else factor * g for g in saved]
+    else:
+        call = ctx.text, ctx.trained, saved[:count], saved[count:]
+        gradients = torch.ops.liger_losses.chunked_gradients(*call, list(upstream))
     left = iter(gradients)
-    return None, None, [next(left) if on else None for on in trained]
+    return None, None, [next(left) if on else None for on in ctx.trained], None
 
 
-def _backward_of_statistics(ctx: Any, upstream: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    saved, count = list(ctx.saved_tensors), len(ctx.trained)
-    call = ctx.text, ctx.trained, saved[:count], saved[count:]
-    return _spread(torch.ops.liger_losses.statistics_gradients(*call, list(upstream)), ctx.trained)
-
-
-def _backward_of_losses(ctx: Any, upstream: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    factor = upstream[0]
-    return _spread([None if factor is None else factor * g for g in ctx.saved_tensors], ctx.trained)
-
-
-_statistics.register_autograd(_backward_of_statistics, setup_context=_save_call)
-_loss_sum.register_autograd(_backward_of_losses, setup_context=_save_gradients)
+_call.register_autograd(_backward, setup_context=_save)

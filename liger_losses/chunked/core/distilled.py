@@ -20,7 +20,7 @@ from liger_losses.chunked.core import target
 from liger_losses.chunked.core.head import Head
 from liger_losses.chunked.core.ranks import ALONE, check_teacher_ranks
 from liger_losses.chunked.core.teachers import TeacherLogits, check_columns, check_fits, wrong_columns
-from liger_losses.chunked.core.weights import Products
+from liger_losses.chunked.core.weights import ALL, Products
 from liger_losses.kernels.divergence_forms import Divergence
 from liger_losses.kernels.logit_transform import LogitTransform, said
 
@@ -82,8 +82,7 @@ class Teacher:
         """Raise TypeError or ValueError unless this fits the shape of the student's tokens, and the student's head."""
         head, hidden = self.head, self.local_hidden_states
         check_no_temperature("teacher", head.transform.temperature)
-        check_tensor("the teacher's hidden_states", hidden, FLOATS)
-        check_fits("hidden_states", hidden, student, (*tokens, head.hidden_size))
+        check_fits("hidden_states", hidden, student, (*tokens, head.hidden_size), FLOATS)
         check_device("the student's", student.weight.device, **{"the teacher's weight": head.weight})
         check_columns(self, student)
         check_teacher_ranks(student.ranks, head.ranks)
@@ -171,9 +170,8 @@ def projected_teacher(
 
     def logits(positions: Tensor) -> Tensor:
         states = rows[positions].to(operand)
-        projected = torch.empty(len(states), head.vocab_size, dtype=wide, device=states.device)
-        opened.weights.logits(projected, states, slice(0, head.vocab_size))
-        q = head.transform(projected, head.local_bias(slice(None))).softmax(-1)
+        projected = opened.weights.logits(states.new_empty(len(states), head.vocab_size, dtype=wide), states, ALL)
+        q = head.transform(projected, head.local_bias(ALL)).softmax(-1)
         logps = (shares.to(wide) @ q.t()).t().log_()
         return logps if temperature == 1 else logps.mul_(temperature)
 

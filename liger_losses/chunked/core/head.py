@@ -11,14 +11,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_losses.checks import check_vector, check_weight, described, is_weight_and_bias
-from liger_losses.chunked.core.adapters import LowRank, adapters_of, check_adapters, side_by_side
 from liger_losses.chunked.core.buffers import local_part
 from liger_losses.chunked.core.quantizers import QuantizedWeight, find_quantized
 from liger_losses.chunked.core.ranks import ALONE, Ranks, local_rows, share_mesh, share_vocabulary
 from liger_losses.chunked.core.weights import Concatenated, Dense, Products, Quantized, Weights, WithAdapters
+from liger_losses.kernels.autograd import autocast_dtype
 from liger_losses.kernels.logit_transform import LogitTransform
 
 #: The default of ``Head(batch_invariant=)``.
@@ -28,6 +29,22 @@ NOT_INVARIANT = (
     "tokens; merge them into the weight, or leave batch_invariant out."
 )
 _BATCH_INVARIANT = os.environ.get(BATCH_INVARIANT_VARIABLE) == "1"
+
+
+@dataclass(frozen=True, eq=False)
+class LowRank:
+    """``scale (dropout(h) A^T) B^T``, which is added to a head's products ``h W^T``.
+
+    Args:
+        a, b: ``[r, H]``, ``[V, r]``, both differentiable.
+        scale: ``lora_alpha / r``, for example.
+        dropout: the probability with which hidden states are dropped before A.
+    """
+
+    a: Tensor
+    b: Tensor
+    scale: float = 1.0
+    dropout: float = 0.0
 
 
 @dataclass(frozen=True, eq=False, init=False)
@@ -171,8 +188,7 @@ class Head:
 
     def open(self, products: Products) -> Head:
         """The same for one pass, with the weight cast or dequantized if all of its rows are copied together."""
-        rest = self.transform, None, self.batch_invariant, self.adapters, self.quantized, self.ranks
-        return Head(self.weight, self.bias, *rest, self.weights.open(products))
+        return self.with_fields(weights=self.weights.open(products))
 
     def local_bias(self, columns: slice | Tensor) -> Tensor | None:
         """The bias of some of this rank's columns."""
@@ -244,10 +260,8 @@ def _checked(
     weight: Any, bias: Any, group: dist.ProcessGroup | None, quantized: QuantizedWeight | None
 ) -> tuple[Tensor, Tensor | None, QuantizedWeight | None, Ranks]:
     """This rank's matrix (``[V, 0]`` of a quantized weight) and bias, once they fit together, and who has others."""
-    if type(weight) is not Tensor and type(weight) is not nn.Parameter and quantized is None:
-        quantized = find_quantized(weight)
-        if quantized is not None:
-            weight = torch.empty(quantized.shape[0], 0, dtype=quantized.dtype, device=quantized.device)
+    if quantized is None and (quantized := find_quantized(weight)) is not None:
+        weight = torch.empty(quantized.shape[0], 0, dtype=quantized.dtype, device=quantized.device)
     ranks = ALONE
     if quantized is None and hasattr(weight, "full_tensor"):  # a DTensor
         if group is not None:
@@ -256,8 +270,8 @@ def _checked(
         weight, bias = local_rows("weight", whole, mesh), None if bias is None else local_rows("bias", bias, mesh)
         ranks = share_mesh(whole)
     if quantized is None:
-        check_weight(weight, bias)
-    elif bias is not None:
+        check_weight(weight)
+    if bias is not None:
         check_vector("bias", bias, weight)
     if group is not None:
         hidden_size = weight.shape[1] if quantized is None else quantized.shape[1]
@@ -269,14 +283,14 @@ def _checked(
 
 def _matrix(weight: Tensor, quantized: QuantizedWeight | None, adapters: tuple[LowRank, ...]) -> Weights:
     """What multiplies hidden states; adapters with dropout are not in it."""
-    matrix: Weights = Dense(weight) if quantized is None else Quantized.of(quantized)
+    matrix: Weights = Dense(weight) if quantized is None else Quantized(quantized)
     if quantized is not None and weight.shape[1]:  # columns beside it, as of an adapter
         matrix = Concatenated(matrix, Dense(weight))
     if not adapters:
         return matrix
     check_adapters(matrix, adapters)
     for adapter in () if any(adapter.dropout for adapter in adapters) else adapters:
-        matrix = WithAdapters(matrix, adapter.a, adapter.b, adapter.scale)
+        matrix = WithAdapters(matrix, Dense(adapter.b), adapter.a, adapter.scale)
     return matrix
 
 
@@ -324,3 +338,60 @@ def _say_what_to_pass(module: nn.Module) -> str:
         f"got {kind}, which is no nn.Linear; pass a floating-point weight [vocab_size, hidden_size] instead, or "
         "tell how its rows are dequantized (liger_losses.register_quantized_weight)."
     )
+
+
+# --- LoRA on a head: its product is added without merging it into the weight -----------------------------------------
+
+
+def check_adapters(base: Weights, adapters: tuple[LowRank, ...]) -> None:
+    """Raise ValueError unless adapters fit the matrix that they are added to."""
+    for adapter in adapters:
+        if adapter.a.shape[1:] != (base.hidden_size,) or adapter.b.shape != (base.columns, len(adapter.a)):
+            raise ValueError(
+                f"the adapter's a {tuple(adapter.a.shape)} and b {tuple(adapter.b.shape)} must be [rank, hidden_size] "
+                f"and [vocab_size, rank], for a weight {(base.columns, base.hidden_size)}."
+            )
+
+
+def side_by_side(hidden_states: Tensor, adapters: tuple[LowRank, ...]) -> tuple[Tensor, Tensor]:
+    """``[h, scale dropout(h) A^T]``, and the columns ``B`` that multiply what is added."""
+    autocast = None if hidden_states.dtype == torch.float64 else autocast_dtype(hidden_states.device)
+    parts, dtype = [hidden_states], autocast or hidden_states.dtype
+    for adapter in adapters:
+        dropped = F.dropout(hidden_states, adapter.dropout) if adapter.dropout else hidden_states
+        parts.append(F.linear(dropped.to(adapter.a.dtype), adapter.a) * adapter.scale)
+    # Adapters may be wider than the model, as PEFT's are: they are rounded to the dtype in which products are taken.
+    hidden, columns = torch.cat([part.to(dtype) for part in parts], -1), [adapter.b for adapter in adapters]
+    return hidden, columns[0] if len(columns) == 1 else torch.cat(columns, -1)
+
+
+def adapters_of(layer: Any) -> tuple[nn.Module, tuple[LowRank, ...]]:
+    """The layer inside PEFT's LoRA layer, and the active adapters, as its forward adds them.
+
+    Raises:
+        TypeError: another kind of adapter than plain LoRA (DoRA, biases, embeddings).
+    """
+    base = layer.base_layer
+    if layer.disable_adapters and layer.merged:
+        layer.unmerge()
+    if layer.disable_adapters or layer.merged:
+        return base, ()
+    adapters, kind = [], type(layer).__name__
+    for name in layer.active_adapters:
+        if name in getattr(layer, "lora_embedding_A", ()):
+            raise TypeError(
+                f"the adapter {name!r} of {kind} belongs to an embedding: it is added to embeddings, not to logits. "
+                "Pass the head's layer, or Head(merged_weight, bias)."
+            )
+        if name not in layer.lora_A:
+            continue
+        a, b, dropout = layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name]
+        plain = type(dropout) in (nn.Identity, nn.Dropout) and isinstance(a, nn.Linear) and isinstance(b, nn.Linear)
+        if not plain or a.bias is not None or b.bias is not None or name in getattr(layer, "lora_variant", {}):
+            raise TypeError(
+                f"the adapter {name!r} of {kind} is not plain LoRA (it is DoRA, or has a bias); patch the model "
+                "(liger_losses.patch), or pass Head(merged_weight, bias)."
+            )
+        p = dropout.p if isinstance(dropout, nn.Dropout) and layer.training else 0.0
+        adapters.append(LowRank(a.weight, b.weight, layer.scaling[name], p))
+    return base, tuple(adapters)

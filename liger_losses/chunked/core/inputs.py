@@ -1,25 +1,36 @@
 """From what users give to targets: checks by shapes, dtypes and devices alone, before any work.
 
-K targets, V vocabulary size, H hidden size.
+T tokens, V vocabulary size, H hidden size; K targets, or K kept columns of a token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from liger_losses import checks
 from liger_losses.checks import FLOATS, LISTS, check_device, check_labels, check_shaped, check_tensor, one_each, see
+from liger_losses.chunked.core.compiled import in_graphs, traced
 from liger_losses.chunked.core.distilled import Teachers, check_comparison, check_no_temperature
-from liger_losses.chunked.core.head import Head
+from liger_losses.chunked.core.head import NOT_INVARIANT, Head
+from liger_losses.chunked.core.options import EngineOptions
+from liger_losses.chunked.core.statistics import SELECTED_LOGITS, asked_for
+from liger_losses.chunked.core.stream import counted_once, statistics
 from liger_losses.chunked.core.target import Target
+from liger_losses.chunked.core.teachers import wrong_columns
+from liger_losses.chunked.core.weights import WithAdapters
 from liger_losses.kernels.autograd import autocast_dtype
 from liger_losses.kernels.logit_transform import LogitTransform
+from liger_losses.kernels.reading import start_reading
 
+#: A teacher, a divergence, and the temperature that divides both models' logits.
+Comparison = tuple[Any, Any, float | Tensor]
 #: What errors call the first argument.
 HIDDEN = "hidden states"
 
@@ -55,20 +66,14 @@ def target_of(hidden_states: Any, head: Head, labels: Any, **fields: Any) -> Tar
 
 
 def compared_targets(
-    hidden_states: Any,
-    head: Head,
-    labels: Tensor,
-    teacher: Any,
-    divergence: Any,
-    temperature: float | Tensor,
-    ignore_index: int,
+    hidden_states: Any, head: Head, labels: Tensor, comparison: Comparison, ignore_index: int
 ) -> list[Target]:
     """A target for each teacher: of several, each has its tokens."""
-    pairs = [(teacher, labels)]
+    (teacher, *how), pairs = comparison, [(comparison[0], labels)]
     if isinstance(teacher, Teachers):
         check_tensor("labels", labels)
         pairs = list(zip(teacher.teachers, teacher.labels(labels, ignore_index), strict=True))
-    return [compared(target_of(hidden_states, head, y), its, divergence, temperature) for its, y in pairs]
+    return [compared(target_of(hidden_states, head, y), its, *how) for its, y in pairs]
 
 
 def compared(target: Target, teacher: Any, divergence: Any, temperature: float | Tensor) -> Target:
@@ -86,7 +91,7 @@ def shift_labels(labels: Tensor, ignore_index: int = -100, positions: int = 1) -
 
     The hidden states stay as they are: shortening them instead would copy them.
     """
-    if not labels.shape[-1]:
+    if not positions or not labels.shape[-1]:
         return labels
     beyond = min(positions, labels.shape[-1])
     return torch.cat([labels[..., beyond:], labels.new_full((*labels.shape[:-1], beyond), ignore_index)], -1)
@@ -126,14 +131,12 @@ def targets_of(
     count = count_targets(**of_all, **inputs) if many else 1
     of_each = [one_each(value, count) if many else [value] for value in of_all.values()]
     states, layers, of_labels, biases, positions, columns = of_each
-    heads, shifted = [Head.of(layer, its, transform) for layer, its in zip(layers, biases, strict=True)], []
+    heads = [Head.of(layer, its, transform) for layer, its in zip(layers, biases, strict=True)]
     for k, head in enumerate(heads[1:], 1):
         check_device("the weight", heads[0].weight.device, **{f"the weight of head {k}": head.weight})
-    for y, moved in zip(of_labels, positions, strict=True):
-        if many or moved:
-            check_labels(y)
-        shifted.append(shift_labels(y, ignore_index, int(moved)) if moved else y)
-    targets = []
+    for y in of_labels if many or shift else ():
+        check_labels(y)
+    shifted, targets = [shift_labels(y, ignore_index, int(n)) for y, n in zip(of_labels, positions, strict=True)], []
     for i, head in enumerate(heads):
         fields = {"temperature": head.transform.temperature, "selected": columns[i]}
         if many:
@@ -180,11 +183,9 @@ def check_inputs(hidden: Any, head: Head, labels: Any) -> None:
         raise ValueError(problem + see("shapes-dtypes-and-devices"))
     check_device("the weight", head.weight.device, hidden_states=hidden, labels=labels)
     checks.check_values(head.weight)
-    dtypes = {"hidden_states": hidden.dtype}
-    if head.quantized is None:  # whose rows take the dtype of the hidden states
-        dtypes["weight"] = head.weight.dtype
-    if head.bias is not None:
-        dtypes["bias"] = head.bias.dtype
+    weight = head.weight if head.quantized is None else None  # whose rows take the dtype of the hidden states
+    named = {"hidden_states": hidden, "weight": weight, "bias": head.bias}
+    dtypes = {name: tensor.dtype for name, tensor in named.items() if tensor is not None}
     kinds = {*dtypes.values()}
     if len(kinds) > 1 and (torch.float64 in kinds or autocast_dtype(hidden.device) is None):
         raise TypeError(
@@ -224,3 +225,283 @@ def _problem(hidden: torch.Size, labels: torch.Size, weight: tuple[int, int]) ->
         f"labels must have one entry per hidden state: hidden_states {tuple(hidden)} need labels of shape "
         f"{tuple(expected)}, got {tuple(labels)}. {advice}"
     )
+
+
+# --- Kept columns: softmaxes over those that a sampler kept for each token. P kept columns of all tokens --------------
+
+#: What the host reads.
+_FACTS = "which tokens have kept columns; capture the model without its loss"
+
+
+@in_graphs
+@dataclass(frozen=True, eq=False)
+class TokenSupport:
+    """The vocabulary entries that a sampler kept for each token (by top-k, top-p, min-p ...).
+
+    A token without kept entries is evaluated over the whole vocabulary. The entries of masked tokens have no influence.
+    On a GPU, only the kept rows of the ``lm_head`` are read, so time and memory grow with their number, not with the
+    vocabulary. Elsewhere, these rows are copied, a block of tokens at a time. Tokens with very many kept entries are
+    computed by products with the whole head, which is faster.
+
+    Args:
+        ids: int64 or int32 ids of the kept entries. ``[..., K]``, one row for each label (with ``shift`` too), padded
+            with -1 at any place; or ``[P]`` with ``offsets``.
+        offsets: ``[T + 1]`` int64 or int32: in the order of the flattened labels, token t has
+            ``ids[offsets[t]:offsets[t + 1]]``, without padding.
+        add_label: if a token's label is not among its kept entries, add it. By default, a missing label is an error.
+        sparse_grad: make the gradient of the weight a sparse tensor of the rows that some token keeps, as for
+            ``nn.Embedding(sparse=True)``, for optimizers that take one. The kept rows of all tokens are then read, for
+            any number of kept entries. If some token has no kept entries, the gradient is dense.
+
+    Raises:
+        TypeError, ValueError: not integer tensors, or of other shapes.
+    """
+
+    ids: Tensor
+    offsets: Tensor | None = None
+    add_label: bool = False
+    sparse_grad: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("ids",) if self.offsets is None else ("ids", "offsets"):
+            check_tensor(f"TokenSupport's {name}", getattr(self, name), (torch.int64, torch.int32))
+        for name in ("add_label", "sparse_grad"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"TokenSupport's {name} must be True or False, got {getattr(self, name)!r}.")
+        if self.offsets is not None and not self.ids.dim() == self.offsets.dim() == 1:
+            raise ValueError(
+                f"TokenSupport(ids, offsets) takes ids [P] and offsets [tokens + 1], got {list(self.ids.shape)} and "
+                f"{list(self.offsets.shape)}; leave offsets out for padded ids [..., K]."
+            )
+
+    def check(self, labels: Tensor, weight: Tensor) -> None:
+        """Raise ValueError unless there is a row for each label, on the weight's device, and the weight can have the
+        requested kind of gradient."""
+        ids, device = self.ids, weight.device
+        if self.offsets is None:
+            check_shaped("TokenSupport's ids", ids, "label", device, (*labels.shape, *ids.shape[-1:]))
+        else:
+            check_device("the weight", device, **{"TokenSupport's ids": ids})
+            check_shaped("TokenSupport's offsets", self.offsets, "label, and 1", device, (labels.numel() + 1,))
+        if ids.numel() and not labels.numel():
+            raise ValueError(f"TokenSupport has {ids.numel()} ids, but there are no labels; pass no ids.")
+        if self.sparse_grad and torch.is_grad_enabled() and weight.requires_grad and not weight.is_leaf:
+            raise ValueError(
+                "TokenSupport(sparse_grad=True) needs a weight that is a parameter, or detached, got the result of an "
+                "operation, whose backward cannot read sparse gradients; leave sparse_grad out."
+            )
+
+    def row(self, token: int) -> Tensor:
+        """The ids of one of the flattened labels."""
+        if self.offsets is None:
+            return self.ids.flatten(0, -2)[token]
+        return self.ids[int(self.offsets[token]) : int(self.offsets[token + 1])]
+
+
+def kept_statistics(
+    hidden_states: Tensor,
+    head: Head,
+    labels: Tensor,
+    support: TokenSupport,
+    names: tuple[str, ...],
+    options: EngineOptions,
+    *,
+    shift: int = 0,
+) -> dict[str, Tensor]:
+    """Per-token statistics over the kept columns, differentiable, in the labels' shape.
+
+    Args:
+        hidden_states: ``[..., H]``.
+        head: labels and kept columns count the whole vocabulary, where ranks share it.
+        labels: ``[...]`` int64, not yet shifted.
+        support: the kept columns.
+        names: of ``logp``, ``entropy`` and ``lse``.
+        options: see :class:`liger_losses.EngineOptions`.
+        shift: position ``t`` predicts the label at ``t + shift``.
+
+    Raises:
+        TypeError, ValueError: inputs that do not fit together; columns out of range, twice, or without the label.
+        RuntimeError: a CUDA graph is being captured.
+    """
+    if not isinstance(support, TokenSupport):
+        raise TypeError(f"support must be a TokenSupport(ids), got {type(support).__name__}.")
+    whole = target_of(hidden_states, head, labels, kept=None, sparse_grad=support.sparse_grad)
+    support.check(labels, head.weight)
+    if shift:
+        whole = replace(whole, labels=shift_labels(whole.labels, options.ignore_index, shift))
+    if not is_dynamo_compiling():
+        return statistics_of_kept(whole, support, names, options, shift)[0]
+    if support.sparse_grad:
+        raise ValueError("a compiled function cannot return sparse gradients; leave sparse_grad=True out.")
+    arguments = whole, support, names, options, shift
+    return traced("statistics_of_kept", [whole], asked_for(names), *arguments)[1][0]
+
+
+@in_graphs
+def statistics_of_kept(
+    whole: Target, support: TokenSupport, names: tuple[str, ...], options: EngineOptions, shift: int, known: Any = None
+) -> list[dict[str, Tensor]]:
+    """The same of a checked call with shifted labels; what is ``known`` of it is computed again."""
+    head = whole.head
+    if head.batch_invariant and support.offsets is None:  # to how many columns they are padded belongs to the batch
+        is_id = support.ids.flatten(0, -2) != -1
+        offsets = F.pad(is_id.sum(-1).cumsum(0), (1, 0))
+        support = replace(support, ids=support.ids.flatten(0, -2)[is_id], offsets=offsets)
+    split = padded_parts if support.offsets is None else ragged_parts
+    parts = checked_parts(split(support, whole, options.ignore_index, shift), whole, support, options, shift, names)
+    adapted = head.batch_invariant and isinstance(head.weights, WithAdapters)
+    read = head.vocab_size if support.sparse_grad or adapted else most_read(head.vocab_size)
+    wide = [part.kept is not None and part.kept.shape[-1] > read for part in parts]
+    if any(wide):
+        parts = counted_once(parts, options)  # before two calls, each of which would wait
+    few, many = ([part for part, wider in zip(parts, wide, strict=True) if wider is which] for which in (False, True))
+    of_parts = statistics(few, names, options) if few else []
+    of_parts += _of_all_columns(many, names, options) if many else []
+    of_tokens = [
+        {name: _spread(value, part.hidden_rows, whole.labels.shape) for name, value in values.items()}
+        for part, values in zip([*few, *many], of_parts, strict=True)
+    ]
+    return [{name: sum([values[name] for values in of_tokens[1:]], of_tokens[0][name]) for name in names}]
+
+
+def most_read(vocab_size: int) -> int:
+    """For how many columns of a token the rows of a head are read: that takes as long as 160 columns of a product."""
+    return max(vocab_size // 160, 64)
+
+
+def _of_all_columns(parts: Sequence[Target], names: Sequence[str], options: EngineOptions) -> list[dict[str, Tensor]]:
+    """Statistics over kept columns, from their logits among those of all columns."""
+    targets = [replace(p, kept=None, selected=p.kept.clamp(min=0)) for p in parts if p.kept is not None]
+    results = list[dict[str, Tensor]]()
+    for part, values in zip(parts, statistics(targets, [SELECTED_LOGITS], options), strict=True):
+        kept, logits = part.kept, values["selected_logits"]
+        assert kept is not None
+        at_label = logits.masked_fill(kept != part.labels[..., None], 0.0).sum(-1)
+        logits = logits.masked_fill((kept < 0) | (logits == -torch.inf), -1e30)  # 0 times -inf is NaN
+        lse = logits.logsumexp(-1)
+        logps = logits - lse[..., None]
+        of_kept = {"logp": at_label - lse, "lse": lse, "entropy": -(logps.exp() * logps).sum(-1)}
+        active = part.labels != options.ignore_index
+        results.append({name: torch.where(active, of_kept[name], 0.0) for name in names})
+    return results
+
+
+def _spread(values: Tensor, tokens: Tensor | None, shape: torch.Size) -> Tensor:
+    """Values of some tokens in the labels' shape, 0 for others."""
+    if tokens is None:
+        return values
+    return values.new_zeros(shape.numel()).index_put((tokens,), values).view(shape)
+
+
+def padded_parts(support: TokenSupport, whole: Target, ignore_index: int, shift: int) -> list[Target]:
+    """Tokens with kept columns, and tokens without."""
+    ids = support.ids.long()
+    if shift:
+        ids = torch.cat([ids[..., shift:, :], torch.full_like(ids[..., :shift, :], -1)], -2)
+    cut = (ids != -1).any(-1)
+    parts = [replace(whole, labels=torch.where(cut, ignore_index, whole.labels))]
+    if ids.shape[-1]:
+        parts.append(replace(whole, labels=torch.where(cut, whole.labels, ignore_index), kept=ids))
+    return parts
+
+
+def ragged_parts(support: TokenSupport, whole: Target, ignore_index: int, shift: int) -> list[Target]:
+    """Active tokens by how many columns they keep, up to powers of two.
+
+    Raises:
+        ValueError: offsets that do not rise from 0 to the number of ids.
+    """
+    assert support.offsets is not None
+    ids, offsets, labels = support.ids, support.offsets.long(), whole.labels.flatten()
+    after = min(shift, len(labels))
+    lengths = F.pad(offsets.diff()[after:], (0, after))
+    kinds = torch.where(lengths > 0, lengths.clamp(min=1).log2().ceil().long() + 1, 0)
+    kinds.masked_fill_(labels == ignore_index, -1)
+    # The host waits once, for the number of tokens of each kind from -1 on and for what is wrong with offsets.
+    rises = offsets.diff().amin() if len(labels) else offsets.new_zeros(())
+    numbers = (kinds[:, None] == torch.arange(-1, 64, device=kinds.device)).sum(0)
+    facts = torch.cat([torch.stack([rises, offsets[0], offsets[-1]]), numbers])
+    least, first, last, *counts = start_reading(facts, _FACTS)()
+    if least < 0 or (first, last) != (0, len(ids)):
+        raise ValueError(
+            f"TokenSupport's offsets must rise from 0 to {len(ids)}, the number of ids; they go from {first} to "
+            f"{last}, by {least} or more."
+        )
+    parts, temperature = list[Target](), whole.temperature
+    for kind, tokens in enumerate(kinds.argsort(stable=True).split(counts), -1):
+        if kind < 0 or (kind and not len(tokens)):
+            continue
+        its = temperature.flatten()[tokens] if isinstance(temperature, Tensor) else temperature
+        part = replace(whole, labels=labels[tokens], temperature=its, hidden_rows=tokens)
+        if kind:
+            at = torch.arange(2 ** (kind - 1), device=ids.device)
+            inside = at < lengths[tokens, None]
+            kept = ids[torch.where(inside, offsets[tokens + shift, None] + at, 0)].long()
+            # -1 is padding here, and no id of a ragged row.
+            part = replace(part, kept=torch.where(inside, kept.masked_fill(kept == -1, -2), -1))
+        parts.append(part)
+    return parts
+
+
+def checked_parts(
+    parts: list[Target], whole: Target, support: TokenSupport, options: EngineOptions, shift: int, names: Sequence[str]
+) -> list[Target]:
+    """The parts, with labels among the kept columns if they are added; without that of all columns if it has no token.
+
+    Raises:
+        ValueError: for wrong columns, or for a label that is not among its token's, if it must be; names the first.
+    """
+    ignore_index, size = options.ignore_index, whole.vocab_size
+    cut = [part for part in parts if part.kept is not None]
+    wrong = torch.cat(
+        [whole.labels.new_zeros(3, 0, dtype=torch.bool), *[_wrong(part, ignore_index) for part in cut]], 1
+    )
+    if support.add_label or "logp" not in names:
+        wrong[2] = False
+    uncut = torch.stack([(part.labels != ignore_index).sum() for part in parts if part.kept is None]).sum()
+    *numbers, others = start_reading(torch.cat([wrong.sum(1), uncut[None]]), _FACTS)()
+    if not any(numbers):
+        if others and whole.head.batch_invariant and isinstance(whole.head.weights, WithAdapters):
+            raise ValueError(NOT_INVARIANT)
+        parts = parts if others or not cut else cut
+        return [_with_label(part) for part in parts] if support.add_label else parts
+    kind = next(kind for kind, number in enumerate(numbers) if number)
+    places = [
+        torch.arange(p.labels.numel(), device=wrong.device) if p.hidden_rows is None else p.hidden_rows for p in cut
+    ]
+    token = int(torch.cat(places)[wrong[kind]].amin())
+    ids, label = support.row(token + shift), int(whole.labels.flatten()[token])
+    where = f"token {token + shift} of the flattened labels"
+    if kind == 2:
+        checks.check_vocabulary([label], size, ignore_index)
+        raise ValueError(
+            f"the label of {numbers[2]} tokens is not among their kept columns, so its probability is 0 (the first: "
+            f"label {label} of {where}). Check that ids and labels belong to the same tokens; or add labels to the "
+            "kept columns: TokenSupport(..., add_label=True)."
+        )
+    if kind == 1:
+        values, counts = ids.unique(return_counts=True)
+        twice = values[(counts > 1) & (values >= 0)].tolist()[0]
+        raise ValueError(f"TokenSupport has ids twice: {where} has {twice} twice; give each once, and pad with -1.")
+    padding = ", or -1 for padding" if support.offsets is None else " (offsets need no padding)"
+    raise ValueError(
+        f"TokenSupport's ids must be in [0, {size}), the rows of the weight{padding}; {where} has ids from "
+        f"{int(ids.amin())} to {int(ids.amax())}."
+    )
+
+
+def _with_label(part: Target) -> Target:
+    """Tokens whose columns have their label too."""
+    if part.kept is None:
+        return part
+    there = (part.kept == part.labels[..., None]).any(-1)
+    return replace(part, kept=torch.cat([part.kept, torch.where(there, -1, part.labels)[..., None]], -1))
+
+
+def _wrong(part: Target, ignore_index: int) -> Tensor:
+    """``[3, T]``: tokens with columns outside of the vocabulary, with columns twice, and without their label's."""
+    assert part.kept is not None
+    lacks = ~(part.kept == part.labels[..., None]).any(-1)
+    return (
+        torch.stack([*wrong_columns(part.kept, part.vocab_size, -1), lacks]) & (part.labels != ignore_index)
+    ).flatten(1)

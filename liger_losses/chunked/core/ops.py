@@ -18,16 +18,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, overload
 import torch
 from torch import Tensor, nn
 
-from liger_losses.checks import check_names, check_shaped, check_shift, check_tensor, described, one_each
-from liger_losses.chunked.core import compiled
+from liger_losses.checks import check_names, check_shaped, check_shift, check_tensor, one_each
+from liger_losses.chunked.core import compiled, inputs
 from liger_losses.chunked.core.distilled import Teacher, TeacherLogits, Teachers
 from liger_losses.chunked.core.entry import operator
 from liger_losses.chunked.core.head import Head
-from liger_losses.chunked.core.inputs import compared, compared_targets, several, target_of, targets_of
+from liger_losses.chunked.core.inputs import TokenSupport, several
 from liger_losses.chunked.core.options import EngineOptions
-from liger_losses.chunked.core.results import HOW_TO_ASK, DeclaredStatistics, Largest, Statistics, check_asked, named
-from liger_losses.chunked.core.statistics import Statistic
-from liger_losses.chunked.core.support import TokenSupport, kept_statistics
+from liger_losses.chunked.core.statistics import HOW_TO_ASK, Largest, Statistic, Statistics, check_asked, named, of_user
 from liger_losses.chunked.core.target import Target, TokenLoss
 from liger_losses.kernels.divergence_forms import Divergence
 from liger_losses.kernels.logit_transform import LogitTransform
@@ -97,9 +95,9 @@ def linear_statistics(
     hidden_states: OneOrEach,
     head: OneOrEach,
     labels: OneOrEach,
-    statistics: Iterable[str] | str = ("logp",),
+    statistics: Names = ("logp",),
     *,
-    metrics: Iterable[str] | str = (),
+    metrics: Names = (),
     selected: OneOrEach = None,
     bias: OneOrEach = None,
     class_weight: Tensor | None = None,
@@ -216,10 +214,11 @@ def linear_logps(
         of_targets = [{"logp": torch.where(mask, values.pop("selected_logps"), 0.0), **values}]
     elif support is not None:
         whole = Head.of(head, bias, transform)
-        of_targets = [kept_statistics(hidden_states, whole, labels, support, names, options, shift=int(shift))]
+        of_targets = [inputs.kept_statistics(hidden_states, whole, labels, support, names, options, shift=int(shift))]
     else:
-        fields = {"bias": bias, "transform": transform, "shift": shift}
-        targets = targets_of(hidden_states, head, labels, ignore_index, **fields)
+        targets = inputs.targets_of(
+            hidden_states, head, labels, ignore_index, bias=bias, transform=transform, shift=shift
+        )
         of_targets = compiled.statistics(targets, names, options)
     results = [Statistics(**values) if len(names) > 1 else values["logp"] for values in of_targets]
     return results if many else results[0]
@@ -237,7 +236,7 @@ class TopK(NamedTuple):
 @operator
 def linear_topk(
     hidden_states: Tensor,
-    head: Tensor | nn.Module | Head,
+    head: AnyHead,
     k: int,
     labels: Tensor | None = None,
     *,
@@ -281,7 +280,7 @@ def linear_topk(
 @operator
 def linear_labels_loss(
     hidden_states: Tensor,
-    head: Tensor | nn.Module | Head,
+    head: AnyHead,
     labels: Tensor,
     weights: Tensor,
     *,
@@ -328,7 +327,7 @@ def _target_of_labels(hidden_states: Any, head: Head, labels: Tensor, options: E
     mask = labels != options.ignore_index
     columns = labels.masked_fill(~mask, 0)
     one = columns.amax(-1).masked_fill(~mask.any(-1), options.ignore_index)
-    return target_of(hidden_states, head, one, selected=columns), mask
+    return inputs.target_of(hidden_states, head, one, selected=columns), mask
 
 
 @operator
@@ -337,9 +336,9 @@ def linear_token_loss(
     head: OneOrEach,
     labels: OneOrEach,
     token_loss: Callable[..., Any],
-    statistics: Iterable[str] | str = ("logp",),
+    statistics: Names = ("logp",),
     *,
-    metrics: Iterable[str] | str = (),
+    metrics: Names = (),
     token_inputs: Mapping[str, Any] | None = None,
     selected: OneOrEach = None,
     teacher: Teacher | TeacherLogits | None = None,
@@ -384,9 +383,9 @@ def linear_token_loss(
     """
     if not callable(token_loss):
         raise TypeError(f"token_loss must be a function (statistics, labels, **inputs) -> [n], got {token_loss!r}.")
-    names, metrics, inputs = _names(statistics), _names(metrics), dict(token_inputs or {})
+    names, metrics, read = _names(statistics), _names(metrics), dict(token_inputs or {})
     fields = {"selected": selected, "bias": bias, "class_weight": class_weight, "transform": transform}
-    fields |= {f"token_inputs[{name!r}]": value for name, value in inputs.items()}
+    fields |= {f"token_inputs[{name!r}]": value for name, value in read.items()}
     if (teacher is None) != (divergence is None) or (teacher is not None and several(hidden_states, head)):
         raise ValueError("teacher= and divergence= go together, with one tensor of hidden states and one head.")
     fields["comparison"] = None if teacher is None else (teacher, divergence, temperature)
@@ -394,12 +393,12 @@ def linear_token_loss(
     asked = {"divergence": Statistic("divergence", divergence=divergence)}
     losses = []
     for i, target in enumerate(targets):
-        read = {name: one_each(value, len(targets))[i] for name, value in inputs.items()}
-        for name, value in read.items():
+        of_target = {name: one_each(value, len(targets))[i] for name, value in read.items()}
+        for name, value in of_target.items():
             check_tensor(name, value)
             shape = target.labels.shape
             check_shaped(name, value, "label", target.labels.device, shape, (*shape, *value.shape[-1:]))
-        losses.append(TokenLoss(functools.partial(_of_user, token_loss, names), {"labels": target.labels, **read}))
+        losses.append(TokenLoss(functools.partial(of_user, token_loss, names), {"labels": target.labels, **of_target}))
     by_name = [[asked.get(name, name) for name in group] for group in (names, metrics)]
     loss, of_targets = compiled.loss_sum(targets, by_name[0], losses, options, by_name[1])
     results = [named(values, names) for values in of_targets]
@@ -409,7 +408,7 @@ def linear_token_loss(
 @operator
 def linear_divergence(
     hidden_states: Tensor,
-    head: Tensor | nn.Module | Head,
+    head: AnyHead,
     labels: Tensor,
     teacher: Teacher | TeacherLogits | Teachers,
     divergence: Divergence,
@@ -445,8 +444,8 @@ def linear_divergence(
     Raises:
         TypeError, ValueError: shapes, dtypes or devices that do not fit together.
     """
-    student = Head.of(head, bias, transform)
-    targets = compared_targets(hidden_states, student, labels, teacher, divergence, temperature, options.ignore_index)
+    student, comparison = Head.of(head, bias, transform), (teacher, divergence, temperature)
+    targets = inputs.compared_targets(hidden_states, student, labels, comparison, options.ignore_index)
     names: list[Any] = [Statistic("divergence", divergence=divergence), *["logp"] * logp]
     return added(compiled.statistics(targets, names, options))
 
@@ -454,7 +453,7 @@ def linear_divergence(
 @operator
 def linear_divergence_loss(
     hidden_states: Tensor,
-    head: Tensor | nn.Module | Head,
+    head: AnyHead,
     labels: Tensor,
     teacher: Teacher | TeacherLogits | Teachers,
     divergence: Divergence,
@@ -480,8 +479,8 @@ def linear_divergence_loss(
     Raises:
         TypeError, ValueError: as :func:`linear_divergence`; no weights, or weights that are not one per token.
     """
-    student, ignored = Head.of(head, bias, transform), options.ignore_index
-    targets = compared_targets(hidden_states, student, labels, teacher, divergence, temperature, ignored)
+    student, comparison = Head.of(head, bias, transform), (teacher, divergence, temperature)
+    targets = inputs.compared_targets(hidden_states, student, labels, comparison, options.ignore_index)
     if not isinstance(weights, Mapping) or not weights:
         raise ValueError(f"weights must be a dictionary such as {{'divergence': token_weights}}, got {weights!r}.")
     check_names(weights, ("divergence", "logp"), "differentiable statistic", HOW_TO_ASK)
@@ -500,27 +499,6 @@ def added(parts: Sequence[Mapping[str, Tensor]]) -> Statistics:
     return Statistics(entropy=totals.pop("soft_entropy", None), **totals)
 
 
-def _of_user(
-    token_loss: Callable[..., Any], names: Sequence[str], values: Any, labels: Tensor, **inputs: Tensor
-) -> Any:
-    """What a user's token loss returns, the losses ``[n]``, and derivatives if it has any.
-
-    Raises:
-        ValueError: it has not returned one value for each token.
-    """
-    reader = f"token_loss ({getattr(token_loss, '__name__', type(token_loss).__name__)})"
-    place = "statistics=, or to metrics= where it needs no gradient"
-    declared: Any = DeclaredStatistics(named(values, names), reader, place, names)
-    result = token_loss(declared, labels, **inputs)
-    losses = result[0] if isinstance(result, tuple) else result
-    if not isinstance(losses, Tensor) or losses.shape != labels.shape:
-        raise ValueError(
-            f"token_loss must return one value per token, [{len(labels)}], got {described(losses)}. Return it before a "
-            "sum or mean: the loss is the sum over the tokens; a mean's divisor goes into token_inputs."
-        )
-    return result
-
-
 def _targets(
     hidden_states: Any, weight: Any, labels: Any, names: Any, metrics: Any, options: EngineOptions, **arguments: Any
 ) -> list[Target]:
@@ -530,9 +508,9 @@ def _targets(
     if isinstance(arguments["selected"], Largest):
         arguments["selected"] = arguments["selected"].k
     comparison = arguments.pop("comparison", None)
-    targets = targets_of(hidden_states, weight, labels, options.ignore_index, **arguments)
+    targets = inputs.targets_of(hidden_states, weight, labels, options.ignore_index, **arguments)
     if comparison is not None:
-        targets = [compared(targets[0], *comparison)]
+        targets = [inputs.compared(targets[0], *comparison)]
     check_asked(targets, names, metrics)
     return targets
 
@@ -546,7 +524,7 @@ def weighted_sum(values: Mapping[str, Tensor], **weights: Tensor) -> tuple[Tenso
     return sum(others, first), derivatives
 
 
-def _names(names: Iterable[str] | str) -> tuple[str, ...]:
+def _names(names: Names) -> tuple[str, ...]:
     if not isinstance(names, Iterable):
         raise TypeError(f"statistics must be names, such as ('logp', 'entropy'); got {names!r}.")
     return (names,) if isinstance(names, str) else tuple(names)

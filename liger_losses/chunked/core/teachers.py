@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from liger_losses.caller import warn
-from liger_losses.checks import FLOATS, check_shaped, check_tensor, check_values, checked_temperatures, described, see
+from liger_losses.checks import FLOATS, check_shaped, check_values, checked_temperatures, described, see
 from liger_losses.kernels.matmul import wide_dtype
 
 #: By how many columns padding may make two models of one vocabulary differ.
@@ -78,8 +78,7 @@ class TeacherLogits:
         if self.vocab_size < 1:
             raise ValueError("the teacher's logits must be [..., Vt] with Vt >= 1, got Vt = 0.")
         if isinstance(self.logits, Tensor):
-            check_tensor("the teacher's logits", self.logits, FLOATS)
-            check_fits("logits", self.logits, student, (*tokens, self.vocab_size))
+            check_fits("logits", self.logits, student, (*tokens, self.vocab_size), FLOATS)
         check_columns(self, student)
 
     def compared(self, labels: Tensor, temperature: float | Tensor) -> TeacherLogits:
@@ -117,9 +116,10 @@ def wide_numbers(temperatures: Tensor, dtype: torch.dtype) -> Tensor:
     return checked_temperatures(temperatures.to(wide_dtype(dtype)).contiguous())
 
 
-def check_fits(name: str, values: Tensor, student: Any, shape: Sequence[int]) -> None:
-    """Raise ValueError unless a teacher has one row for each of the student's tokens, on its device."""
-    check_shaped(f"the teacher's {name}", values, "hidden state of the student", student.weight.device, shape)
+def check_fits(name: str, values: Any, student: Any, shape: Sequence[int], dtypes: Any = ()) -> None:
+    """Raise TypeError or ValueError unless a teacher has one row for each of the student's tokens, on its device."""
+    whose, device = "hidden state of the student", student.weight.device
+    check_shaped(f"the teacher's {name}", values, whose, device, shape, dtypes=dtypes)
     check_values(student.weight)
 
 

@@ -6,18 +6,19 @@ R tokens, H hidden size, C columns of the vocabulary, K columns of each token.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from liger_losses.chunked.core.buffers import Gradients, local_part
-from liger_losses.chunked.core.quantizers import QuantizedWeight
 from liger_losses.kernels.matmul import matmul_into, wide_dtype
 
 #: Columns of a vocabulary that a process has: a slice of them, or ids ``[R, K]``, K for each token.
 Columns = slice | Tensor
+#: Tensors that may get a gradient, and whether all ranks have the same one.
+Trained = tuple[tuple[Tensor, bool], ...]
 ALL = slice(None)
 #: Rows and columns of the products of a batch-invariant call, by which BLAS chooses an algorithm; and what the hidden
 #: size is padded to a multiple of: the last rows of a product of odd sizes are summed in another order than the first.
@@ -40,8 +41,7 @@ class Products(NamedTuple):
 class Weights(Protocol):
     """A matrix ``[columns, H]``, in whatever form. The core knows these names and nothing else of it.
 
-    ``trained`` are tensors that may get a gradient, and whether all ranks have the same one. ``copied_bytes`` of a
-    dtype is what a row takes while it is copied; 0 where rows are read as they are.
+    ``copied_bytes`` of a dtype is what a row takes while it is copied; 0 where rows are read as they are.
     """
 
     @property
@@ -49,7 +49,7 @@ class Weights(Protocol):
     @property
     def hidden_size(self) -> int: ...
     @property
-    def trained(self) -> tuple[tuple[Tensor, bool], ...]: ...
+    def trained(self) -> Trained: ...
     def copied_bytes(self, dtype: torch.dtype) -> int: ...
     def open(self, products: Products) -> Weights: ...
     def logits(self, out: Tensor, hidden: Tensor, columns: Columns) -> Tensor: ...
@@ -72,14 +72,14 @@ class Dense:
     columns: int = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "columns", len(local_part(self.weight)))
+        object.__setattr__(self, "columns", local_part(self.weight).shape[0])
 
     @property
     def hidden_size(self) -> int:
         return self.weight.shape[1]
 
     @property
-    def trained(self) -> tuple[tuple[Tensor, bool], ...]:
+    def trained(self) -> Trained:
         return ((self.weight, False),)
 
     def copied_bytes(self, dtype: torch.dtype) -> int:
@@ -119,11 +119,8 @@ class Dense:
         size = stop - start if self.products is None or self.copy is not None else self.products.columns
         if size >= stop - start > 0:
             return [(ALL, ALL if stop - start == self.columns else columns)]
-        steps = list[tuple[slice, slice]]()
-        for first in range(start, stop, max(size, 1)):
-            last = min(first + size, stop)
-            steps.append((slice(first - start, last - start), slice(first, last)))
-        return steps
+        parts = [(first, min(first + size, stop)) for first in range(start, stop, max(size, 1))]
+        return [(slice(first - start, last - start), slice(first, last)) for first, last in parts]
 
     def logits(self, out: Tensor, hidden: Tensor, columns: Columns) -> Tensor:
         """``out = hidden @ rows.T``, ``[R, C]`` or ``[R, K]``."""
@@ -140,15 +137,12 @@ class Dense:
         (count, size), (start, stop, _) = hidden.shape, columns.indices(self.columns)
         most, width = FIXED_CPU if hidden.device.type == "cpu" else FIXED_GPU
         extra = -size % FIXED_DEPTH
-        block, product = hidden.new_zeros(most, size + extra), out.new_empty(most, width)
+        hidden, product = F.pad(hidden, (0, extra, 0, -count % most)), out.new_empty(most, width)
         for first in range(start, stop, width):
-            rows = F.pad(self.rows(slice(first, min(first + width, stop))), (0, extra))
-            of_rows = product[:, : len(rows)]
+            rows, place = F.pad(self.rows(slice(first, min(first + width, stop))), (0, extra)), first - start
             for at in range(0, count, most):
-                part = hidden[at : at + most]
-                block[: len(part), :size] = part
-                matmul_into(of_rows, block, rows.t())
-                out[at : at + most, first - start : first - start + len(rows)] = of_rows[: len(part)]
+                of_rows = matmul_into(product[:, : len(rows)], hidden[at : at + most], rows.t())
+                out[at : at + most, place : place + len(rows)] = of_rows[: count - at]
         return out
 
     def hidden_gradient(self, grad: Tensor, columns: Columns, out: Tensor | None = None) -> Tensor:
@@ -183,41 +177,29 @@ def outer(grad: Tensor, hidden: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Quantized(Dense):
-    """Frozen codes, of which rows are dequantized when they are needed; ``weight`` is empty, ``[columns, 0]``."""
+    """Frozen codes, of which rows are dequantized when they are needed."""
 
-    codes: QuantizedWeight | None = None
-
-    @classmethod
-    def of(cls, codes: QuantizedWeight) -> Quantized:
-        return cls(torch.empty(codes.shape[0], 0, dtype=codes.dtype, device=codes.device), codes=codes)
+    weight: Any  # a QuantizedWeight
 
     @property
-    def hidden_size(self) -> int:
-        assert self.codes is not None
-        return self.codes.shape[1]
-
-    @property
-    def trained(self) -> tuple[tuple[Tensor, bool], ...]:
+    def trained(self) -> Trained:
         return ()
 
     def copied_bytes(self, dtype: torch.dtype) -> int:
-        assert self.codes is not None
-        return self.hidden_size * (dtype.itemsize + self.codes.temporary_bytes)
+        return self.hidden_size * (dtype.itemsize + self.weight.temporary_bytes)
 
     def whole(self, dtype: torch.dtype) -> Tensor:
         whole = torch.empty(self.columns, self.hidden_size, dtype=dtype, device=self.weight.device)
-        assert self.codes is not None
         size = -(-self.columns // STEPS)
         for start in range(0, self.columns, size):
-            whole[start : start + size] = self.codes.rows(start, min(start + size, self.columns))
+            whole[start : start + size] = self.weight.rows(start, min(start + size, self.columns))
         return whole
 
     def copied(self, columns: Columns) -> Tensor:
-        assert self.codes is not None
-        dtype = self.codes.dtype if self.products is None else self.products.dtype
+        dtype = self.weight.dtype if self.products is None else self.products.dtype
         if isinstance(columns, slice):
             start, stop, _ = columns.indices(self.columns)
-            return self.codes.rows(start, stop).to(dtype)
+            return self.weight.rows(start, stop).to(dtype)
         # Codes are dequantized by ranges: each range gives the rows that are in it.
         rows = torch.zeros(*columns.shape, self.hidden_size, dtype=dtype, device=self.weight.device)
         for _, part in self.steps(ALL):
@@ -229,10 +211,11 @@ class Quantized(Dense):
 
 
 @dataclass(frozen=True, eq=False)
-class _OnBase:
-    """What is added to another matrix."""
+class Concatenated:
+    """``[base, extra]``: the last columns of hidden states ``[R, H + r]`` are multiplied by ``extra [columns, r]``."""
 
     base: Weights
+    extra: Dense
 
     @property
     def columns(self) -> int:
@@ -240,95 +223,30 @@ class _OnBase:
 
     @property
     def hidden_size(self) -> int:
-        return self.base.hidden_size
-
-    def copied_bytes(self, dtype: torch.dtype) -> int:
-        return self.base.copied_bytes(dtype)
-
-
-@dataclass(frozen=True, eq=False)
-class WithAdapters(_OnBase):
-    """``base + scale b a``, whatever the base is: LoRA on a head, without merging it.
-
-    ``opened`` are ``scale a`` and ``b`` in the operands' dtype, which is small beside the base.
-    """
-
-    a: Tensor  # [r, H]
-    b: Tensor  # [columns, r]
-    scale: float = 1.0
-    opened: tuple[Tensor, Dense] | None = None
-
-    @property
-    def trained(self) -> tuple[tuple[Tensor, bool], ...]:
-        return (*self.base.trained, (self.a, True), (self.b, False))
-
-    def open(self, products: Products) -> WithAdapters:
-        a = (self.a.detach() * self.scale).to(products.dtype)
-        b = Dense(self.b.detach()).open(products._replace(columns=self.columns))
-        return replace(self, base=self.base.open(products), opened=(a, b))
-
-    def _parts(self) -> tuple[Tensor, Dense]:
-        assert self.opened is not None
-        return self.opened
-
-    def _low(self, hidden: Tensor) -> Tensor:
-        """``scale hidden a.T``, ``[R, r]``."""
-        out = hidden.new_empty(len(hidden), len(self.a))
-        return matmul_into(out, hidden, self._parts()[0].t())
-
-    def logits(self, out: Tensor, hidden: Tensor, columns: Columns) -> Tensor:
-        self.base.logits(out, hidden, columns)
-        low, b = self._low(hidden), self._parts()[1].rows(columns)
-        if isinstance(columns, slice):
-            return matmul_into(out, low, b.t(), accumulate=True)
-        return out.add_(torch.einsum("rh,rkh->rk", low, b))
-
-    def hidden_gradient(self, grad: Tensor, columns: Columns, out: Tensor | None = None) -> Tensor:
-        (a, b), wide = self._parts(), wide_dtype(grad.dtype)
-        low = b.hidden_gradient(grad, columns)
-        return self.base.hidden_gradient(grad, columns, out).to(wide).addmm_(low.to(wide), a.to(wide))
-
-    def add_gradients(self, grads: Gradients, grad: Tensor, hidden: Tensor, columns: Columns) -> None:
-        self.base.add_gradients(grads, grad, hidden, columns)
-        of_a, of_b = grads.of(self.a), grads.of(self.b)
-        if of_a is not None:
-            low = self._parts()[1].hidden_gradient(grad, columns) * self.scale
-            of_a.add_product(ALL, low.to(hidden.dtype), hidden)
-        if of_b is None:
-            return
-        if isinstance(columns, slice):
-            of_b.add_product(columns, grad, self._low(hidden).to(grad.dtype))
-        else:
-            of_b.add_rows(columns.flatten(), outer(grad, self._low(hidden)))
-
-
-@dataclass(frozen=True, eq=False)
-class Concatenated(_OnBase):
-    """``[base, extra]``: the last columns of hidden states ``[R, H + r]`` are multiplied by ``extra [columns, r]``."""
-
-    extra: Dense
-
-    @property
-    def hidden_size(self) -> int:
         return self.base.hidden_size + self.extra.hidden_size
 
     @property
-    def trained(self) -> tuple[tuple[Tensor, bool], ...]:
+    def trained(self) -> Trained:
         return (*self.base.trained, *self.extra.trained)
 
     def copied_bytes(self, dtype: torch.dtype) -> int:
         return self.base.copied_bytes(dtype) + self.extra.copied_bytes(dtype)
 
-    def open(self, products: Products) -> Concatenated:
-        return Concatenated(self.base.open(products), self.extra.open(products._replace(columns=self.columns)))
+    def open(self, products: Products) -> Any:
+        whole = products._replace(columns=self.columns)  # `extra` is small
+        return replace(self, base=self.base.open(products), extra=self.extra.open(whole))
 
-    def _parts(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def parts(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """What the base multiplies, and what ``extra`` does."""
         first, last = hidden.split((self.base.hidden_size, self.extra.hidden_size), -1)
         return first.contiguous(), last.contiguous()
 
     def logits(self, out: Tensor, hidden: Tensor, columns: Columns) -> Tensor:
-        first, last = self._parts(hidden)
-        return self.base.logits(out, first, columns).add_(self.extra.logits(torch.empty_like(out), last, columns))
+        first, last = self.parts(hidden)
+        out, rows = self.base.logits(out, first, columns), self.extra.rows(columns)
+        if isinstance(columns, slice):
+            return matmul_into(out, last, rows.t(), accumulate=True)
+        return out.add_(torch.einsum("rh,rkh->rk", last, rows))
 
     def hidden_gradient(self, grad: Tensor, columns: Columns, out: Tensor | None = None) -> Tensor:
         parts = self.base.hidden_gradient(grad, columns), self.extra.hidden_gradient(grad, columns)
@@ -336,6 +254,43 @@ class Concatenated(_OnBase):
         return both if out is None else out.add_(both)
 
     def add_gradients(self, grads: Gradients, grad: Tensor, hidden: Tensor, columns: Columns) -> None:
-        first, last = self._parts(hidden)
+        first, last = self.parts(hidden)
         self.base.add_gradients(grads, grad, first, columns)
-        self.extra.add_gradients(grads, grad, last, columns)
+        self.extra.add_gradients(grads, grad, last.to(grad.dtype), columns)
+
+
+@dataclass(frozen=True, eq=False)
+class WithAdapters(Concatenated):
+    """``base + scale b a``, whatever the base is: LoRA on a head, without merging it. ``extra`` is ``b``, and what it
+    multiplies is made of the hidden states: ``scale hidden a.T``."""
+
+    a: Tensor  # [r, H]
+    scale: float = 1.0
+    opened: Any = None  # scale a in the operands' dtype
+
+    @property
+    def hidden_size(self) -> int:
+        return self.base.hidden_size
+
+    @property
+    def trained(self) -> Trained:
+        return (*super().trained, (self.a, True))
+
+    def copied_bytes(self, dtype: torch.dtype) -> int:
+        return self.base.copied_bytes(dtype)
+
+    def open(self, products: Products) -> Any:
+        return replace(super().open(products), opened=(self.a.detach() * self.scale).to(products.dtype))
+
+    def parts(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        return hidden, matmul_into(hidden.new_empty(len(hidden), len(self.a)), hidden, self.opened.t())
+
+    def hidden_gradient(self, grad: Tensor, columns: Columns, out: Tensor | None = None) -> Tensor:
+        wide, low = wide_dtype(grad.dtype), self.extra.hidden_gradient(grad, columns)
+        return self.base.hidden_gradient(grad, columns, out).to(wide).addmm_(low.to(wide), self.opened.to(wide))
+
+    def add_gradients(self, grads: Gradients, grad: Tensor, hidden: Tensor, columns: Columns) -> None:
+        super().add_gradients(grads, grad, hidden, columns)
+        if (buffer := grads.of(self.a)) is not None:
+            low = self.extra.hidden_gradient(grad, columns) * self.scale
+            buffer.add_product(ALL, low.to(hidden.dtype), hidden)

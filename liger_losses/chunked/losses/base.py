@@ -20,7 +20,7 @@ from liger_losses.checks import check_fields, check_labels, check_shift, check_t
 from liger_losses.chunked import EngineOptions, Head, Statistics, linear_statistics, shift_labels
 from liger_losses.chunked.core.agreement import agree
 from liger_losses.chunked.core.entry import operator
-from liger_losses.chunked.core.results import DeclaredStatistics
+from liger_losses.chunked.core.statistics import DeclaredStatistics
 from liger_losses.chunked.losses.sums import check_sliced, sum_over_group
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.kernels.tracing import outside_graphs

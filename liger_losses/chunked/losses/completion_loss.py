@@ -18,9 +18,8 @@ from liger_losses.checks import FLOATS, check_alike, check_shape_of, check_shape
 from liger_losses.chunked import EngineOptions, Head, Statistics, TokenSupport
 from liger_losses.chunked.core.agreement import agree
 from liger_losses.chunked.core.compiled import statistics
-from liger_losses.chunked.core.inputs import target_of
+from liger_losses.chunked.core.inputs import kept_statistics, target_of
 from liger_losses.chunked.core.stream import counted_once
-from liger_losses.chunked.core.support import kept_statistics
 from liger_losses.chunked.core.target import Target
 from liger_losses.chunked.losses.base import AnyHead, ChunkedLoss, LossOptions, constructor
 from liger_losses.chunked.losses.sums import sum_over_group

@@ -247,7 +247,7 @@ class DistillationLoss(ChunkedLoss):
         if token_weights is not None:
             token_weights = constant_weights(token_weights, labels, int(o.shift))
         if not over_columns:
-            targets = compared_targets(hidden, head, labels, taught, which, t, o.ignore_index)
+            targets = compared_targets(hidden, head, labels, (taught, which, t), o.ignore_index)
         if o.group is not None:
             if isinstance(taught, Teachers):
                 raise ValueError("Teachers does not work with slices of sequences (group=); leave group= out.")

@@ -14,7 +14,7 @@ from typing_extensions import TypeVar, Unpack
 from liger_losses.checks import NonNegativeFloat, PositiveFloat, check_shaped, described, meant
 from liger_losses.chunked import Head, Statistics
 from liger_losses.chunked.core.entry import operator
-from liger_losses.chunked.core.results import DeclaredStatistics
+from liger_losses.chunked.core.statistics import DeclaredStatistics
 from liger_losses.chunked.losses.base import AnyHead, constructor
 from liger_losses.chunked.losses.completion_loss import (
     CompletionInputs,

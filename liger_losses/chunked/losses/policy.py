@@ -16,9 +16,8 @@ from liger_losses.checks import check_device, check_range, check_shaped, check_t
 from liger_losses.chunked import Head, TeacherTopK, TokenSupport
 from liger_losses.chunked.core.compiled import in_graphs, loss_sum, statistics
 from liger_losses.chunked.core.entry import operator
-from liger_losses.chunked.core.inputs import target_of
+from liger_losses.chunked.core.inputs import kept_statistics, target_of
 from liger_losses.chunked.core.stream import counted_once
-from liger_losses.chunked.core.support import kept_statistics
 from liger_losses.chunked.core.target import TokenLoss
 from liger_losses.chunked.losses import policy_objectives as objectives
 from liger_losses.chunked.losses.base import AnyHead, LossOptions, constructor

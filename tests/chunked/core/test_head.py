@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from liger_losses import Head, LogitTransform, linear_logps, linear_statistics, patch
-from liger_losses.chunked.core.adapters import LowRank
+from liger_losses.chunked.core.head import LowRank
 from tests.losses import CE
 from tests.models import small
 from tests.reference import Int8Weight, linear_of, problem

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from liger_losses import EngineOptions, Head, TokenSupport, linear_logps, linear_statistics, linear_token_loss
-from liger_losses.chunked.core import support
+from liger_losses.chunked.core import inputs
 from liger_losses.chunked.core.buffers import Gradients
 from liger_losses.chunked.core.weights import Dense
 from liger_losses.integrations import megatron, verl
@@ -50,8 +50,8 @@ def test_where_all_tokens_are_cut_there_is_no_target_of_others(some_uncut, monke
     hidden, weight, labels, _ = problem(masked=0.0)
     ids = torch.stack([labels, (labels + 1) % len(weight)], -1)
     ids[0] = -1 if some_uncut else ids[0]
-    counts, statistics = [], support.statistics
-    monkeypatch.setattr(support, "statistics", lambda t, *rest: counts.append(len(t)) or statistics(t, *rest))
+    counts, statistics = [], inputs.statistics
+    monkeypatch.setattr(inputs, "statistics", lambda t, *rest: counts.append(len(t)) or statistics(t, *rest))
     linear_logps(hidden, weight, labels, support=TokenSupport(ids))
     assert counts == [1 + some_uncut]
 

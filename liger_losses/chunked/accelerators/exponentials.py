@@ -193,20 +193,19 @@ def serves(call: Signature) -> bool:
 
 
 def planned(call: Signature) -> Plan | None:
-    """Of losses of single tokens whose blocks are few, or of others that keep them."""
+    """Of calls whose blocks are few, or live until backward."""
     if not serves(call):
         return None
-    parts = MOST_PARTS if "selected_logps" in call.statistics else BLOCKS
+    parts = MOST_PARTS if call.gradients_in_backward or "selected_logps" in call.statistics else BLOCKS
     call = replace(call, statistics=call.statistics & {"logp", "lse"})  # others' gradients are no further rows
     if call.workspace is not None and call.workspace < least_bytes(call, row_bytes(call)):
         return None  # not even one row fits; the core, whose rows are longer, says so
     plan = by_blocks(call, "exponentials", ExponentialBlock.of, row_bytes(call), most_parts=parts)
-    if plan.tile is not None or plan.products.columns < call.columns or (call.gradients_in_backward and not plan.keeps):
+    if plan.tile is not None or plan.products.columns < call.columns:
         return None
-    if call.gradients_in_backward:
-        return plan
-    if -(-call.trained // plan.block_tokens) > parts and call.trains_weight:
+    blocks = -(-call.trained // plan.block_tokens) if call.trains_weight else 1
+    if blocks > parts:
         return None
-    if plan.block_tokens >= call.tokens or not call.trains_weight or parts == MOST_PARTS:
+    if blocks == 1 or parts == MOST_PARTS:
         return plan
     return plan._replace(tokens=call.tokens, collected=LabelTerms)

@@ -10,19 +10,15 @@ arguments, as for any launch, and what it would compile is kept; then it is comp
 from __future__ import annotations
 
 import ast
-import hashlib
 import importlib
 import json
-import multiprocessing
 import os
 import pkgutil
 import re
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -81,10 +77,8 @@ class Launch(NamedTuple):
         return f"{self.kernel.module.rpartition('.')[2]}.{self.kernel.__name__}"
 
 
-def pretend(target: Target) -> None:
-    """Let this process, which has not imported the library yet, take tensors without values for tensors on a GPU."""
-    assert "liger_losses" not in sys.modules
-    # What torch tells of a GPU, in its builds for CUDA and for ROCm.
+def tell(target: Target, assign: Callable[[Any, str, Any], None] = setattr) -> None:
+    """Torch tells of a GPU what it tells in its builds for CUDA and for ROCm."""
     cuda, shared = isinstance(target.architecture, int), target.shared_memory
     of_kind = {"shared_memory_per_block_optin": shared} if cuda else {"gcnArchName": f"{target.architecture}:sramecc+"}
     properties = SimpleNamespace(
@@ -93,10 +87,16 @@ def pretend(target: Target) -> None:
         warp_size=target.warp,
         **of_kind,
     )
-    torch.version.hip = None if cuda else "7.0"
-    torch.cuda.get_device_capability = lambda device_=None: target.capability
-    torch.cuda.get_device_properties = lambda device_: properties
-    torch.cuda.get_device_name = lambda device_=None: "a GPU that is not there"
+    assign(torch.version, "hip", None if cuda else "7.0")
+    assign(torch.cuda, "get_device_capability", lambda device=None: target.capability)
+    assign(torch.cuda, "get_device_properties", lambda device: properties)
+    assign(torch.cuda, "get_device_name", lambda device=None: "a GPU")
+
+
+def pretend(target: Target) -> None:
+    """Let this process, which has not imported the library yet, take tensors without values for tensors on a GPU."""
+    assert "liger_losses" not in sys.modules
+    tell(target)
     torch.is_autocast_enabled = lambda kind=None: False  # torch knows no autocast of the meta device
 
     from liger_losses import checks
@@ -145,10 +145,6 @@ def riskiest(found: list[Launch]) -> list[Launch]:
     return list(most.values())
 
 
-#: Which launches are compiled.
-CHOICES = {"all": list, "riskiest": riskiest}
-
-
 def not_launched(found: list[Launch]) -> list[str]:
     """Functions for GPUs that no launch runs, none takes as an argument, and no other such function calls."""
     import liger_losses
@@ -174,65 +170,44 @@ def not_launched(found: list[Launch]) -> list[str]:
     return sorted(f"{f.module}.{f.__name__}" for f in functions - used if f.__name__ not in called)
 
 
-def of_cubin(asm: Mapping[str, Any]) -> dict[str, int]:
-    """What NVIDIA's assembler says of a kernel."""
+def spilled(asm: Mapping[str, Any]) -> int:
+    """Bytes of a thread that are in memory for want of registers, as LLVM or NVIDIA's assembler says."""
+    if "amdgcn" in asm:
+        return int(re.findall(r"\.private_segment_fixed_size: +(\d+)$", asm["amdgcn"], re.MULTILINE)[-1])
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(asm["cubin"])
         file.flush()
         command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    of = {kind: int(number) for kind, number in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
-    return {"registers": of["REG"], "spilled": of["STACK"] + of["LOCAL"]}
-
-
-def of_amdgcn(asm: Mapping[str, Any]) -> dict[str, int]:
-    """What LLVM says of a kernel for AMD's GPUs, at the end of its assembly."""
-    of = {kind: int(number) for kind, number in re.findall(r"\.(\w+): +(\d+)$", asm["amdgcn"], re.MULTILINE)}
-    return {"registers": of["vgpr_count"], "spilled": of["private_segment_fixed_size"]}
+    return sum(map(int, re.findall(r"\b(?:STACK|LOCAL):(\d+)", usage)))
 
 
 def compiled(launch: Launch) -> dict[str, Any]:
-    """Registers of a thread, bytes that it spills into memory, shared memory and threads of a program, whether
-    Blackwell's tensor cores multiply, and the code's hash; or the compiler's error."""
+    """Bytes that a thread spills into memory, shared memory and threads of a program, and whether Blackwell's tensor
+    cores multiply; or the compiler's error."""
     line: dict[str, Any] = {"kernel": launch.name, "call": launch.call}
     target = driver.active.get_current_target()
-    start = time.perf_counter()
     try:
         source = launch.kernel.ASTSource(launch.kernel, launch.signature, launch.constants, launch.attributes)
         made = triton.compile(source, target=target, options=launch.options)
-        line |= of_cubin(made.asm) if "cubin" in made.asm else of_amdgcn(made.asm)
-        text = made.asm.get("ptx") or made.asm["amdgcn"]
-        line |= {
-            "shared": made.metadata.shared,
-            "threads": launch.options["num_warps"] * target.warp_size,
-            "tcgen05": "tcgen05.mma" in text,
-            "code": hashlib.sha256(text.encode()).hexdigest()[:16],
-        }
     except Exception as error:
-        line["error"] = f"{type(error).__name__}: {error}"
-    return line | {"seconds": round(time.perf_counter() - start, 2)}
-
-
-_launches: list[Launch] = []
-
-
-def _compiled(number: int) -> dict[str, Any]:
-    return compiled(_launches[number])
+        return line | {"error": f"{type(error).__name__}: {error}"}
+    threads = launch.options["num_warps"] * target.warp_size
+    tcgen05 = "tcgen05.mma" in made.asm.get("ptx", "")
+    return line | {"spilled": spilled(made.asm), "shared": made.metadata.shared, "threads": threads, "tcgen05": tcgen05}
 
 
 def main(target: str, choice: str = "all", text: str = "") -> Iterator[dict[str, Any]]:
-    """A line for each launch of the calls whose names contain the text, and one of the kernels without a launch."""
+    """A line for each launch, or the riskiest, of the calls whose names contain the text; and at the end the kernels
+    without a launch, and those whose multiplications and additions are not contracted, as Triton may be told to do."""
     pretend(TARGETS[target])
     from tests.kernels import launches
 
     found = recorded({name: call for name, call in launches.calls().items() if text in name})
-    _launches[:] = CHOICES[choice](found)
-    # Processes that are forked have what was recorded.
-    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), multiprocessing.get_context("fork")) as pool:
-        for line in pool.map(_compiled, range(len(_launches))):
-            yield line | {"has_shared": TARGETS[target].shared_memory}
+    yield from map(compiled, riskiest(found) if choice == "riskiest" else found)
     if not text:
-        yield {"not launched": not_launched(found)}
+        apart = sorted({launch.name for launch in found if not launch.options["enable_fp_fusion"]})
+        yield {"not launched": not_launched(found), "not contracted": apart}
 
 
 if __name__ == "__main__":

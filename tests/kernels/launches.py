@@ -25,6 +25,7 @@ from liger_losses.layers.glu import glu, glu_fused
 from liger_losses.layers.layer_norm import layer_norm
 from liger_losses.layers.rms_norm import add_rms_norm, gated_rms_norm, rms_norm
 from liger_losses.layers.rope import rope
+from tests.reference import DIVERGENCES
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 TOKENS, HIDDEN, VOCAB = 4096, 4096, 128256
@@ -177,21 +178,9 @@ def heads() -> dict[str, Callable[[], None]]:
             [tensor(TOKENS, dtype=torch.long)] * 2, -100, [None, tensor(TOKENS, dtype=torch.bool)], backend="triton"
         ),
     }
-    forms = {
-        "forward KL": ll.Divergence.forward_kl(),
-        "reverse KL": ll.Divergence.reverse_kl(),
-        "JSD": ll.Divergence.mixture(0.5, 0.5, 0.5),
-        "mixture": ll.Divergence.mixture(0.3, 0.5, 0.5),
-        "total variation": ll.Divergence.total_variation(),
-        "alpha-beta": ll.Divergence.alpha_beta(0.3, 0.5),
-        "alpha 0": ll.Divergence.alpha_beta(0.0, 0.5),
-        "beta 0": ll.Divergence.alpha_beta(0.5, 0.0),
-        "cosine": ll.Divergence.cosine(),
-        "limited forward KL": ll.Divergence.forward_kl().limited(0.05),
-        "limited reverse KL": ll.Divergence.reverse_kl().limited(0.05),
-        "limited JSD": ll.Divergence.mixture(0.5, 0.5, 0.5).limited(0.05),
-        "KL by entropy": ll.Divergence.kl_by_entropy(0.8),
-    }
+    forms = {name: which for name, (which, _) in DIVERGENCES.items()}
+    forms |= {f"limited {name}": forms[name].limited(0.05) for name in ("forward KL", "reverse KL", "JSD")}
+    forms |= {"cosine": ll.Divergence.cosine(), "KL by entropy": ll.Divergence.kl_by_entropy(0.8)}
     for name, form in forms.items():
         calls[name] = lambda form=form: divergence(form)
     for name in ("forward KL", "JSD", "cosine"):

@@ -30,7 +30,4 @@ def head(tokens, hidden_size, columns, dtype=torch.float16, seed=0):
     return hidden, weight, labels, bias, c
 
 
-HALF = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-
-
 TRANSFORMS_OF_HEAD = [LogitTransform(), LogitTransform(0.7, 1.2), LogitTransform(0.7, 1.2, 8.0)]

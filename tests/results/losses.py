@@ -93,32 +93,12 @@ def policy_of_prompts(loss, head, ref, d):
     return policy(loss, head, ref, d, prompts=prompts, sampling_per_token_logps=d["logps"] * 0.9)
 
 
-def distilled(loss, head, ref, d):
-    return loss(head, d["h"], d["y"], ll.Teacher(d["other"], ref))
+def taught(teacher_of):
+    return lambda loss, head, ref, d: loss(head, d["h"], d["y"], teacher_of(ref, d))
 
 
-def weighted_distillation(loss, head, ref, d):
-    return loss(head, d["h"], d["y"], ll.Teacher(d["other"], ref), token_weights=d["logps"].exp())
-
-
-def from_whole_teacher(loss, head, ref, d):
-    return loss(head, d["h"], d["y"], ll.Teacher(d["other"], d["ref_weight"]))
-
-
-def from_logits(loss, head, ref, d):
-    return loss(head, d["h"], d["y"], ll.TeacherLogits(d["other"] @ d["ref_weight"].t()))
-
-
-def from_smaller_teacher(loss, head, ref, d):
-    return loss(head, d["h"], d["y"], ll.Teacher(d["other"], d["ref_weight"][:25]))
-
-
-def from_top_k(loss, head, ref, d):
-    return loss(head, d["h"], d["y"], ll.TeacherTopK(d["top_logps"], d["columns"]))
-
-
-def from_renormalized(loss, head, ref, d):
-    return loss(head, d["h"], d["y"], ll.TeacherTopK(d["top_logps"], d["columns"], "renormalize"))
+distilled = taught(lambda ref, d: ll.Teacher(d["other"], ref))
+from_smaller_teacher = taught(lambda ref, d: ll.Teacher(d["other"], d["ref_weight"][:25]))
 
 
 def plain_call(loss, head, ref, d):
@@ -322,16 +302,24 @@ LOSSES = {
     "JSD": Loss(partial(JSD, beta=0.1, temperature=1.5), distilled, soft("JSD 0.1", 1.5)),
     "KL, anchored": Loss(
         partial(KL, weight_hard_loss=1.0, weight_soft_loss=0.1, token_scaling="probability"),
-        weighted_distillation,
+        lambda loss, head, ref, d: loss(
+            head, d["h"], d["y"], ll.Teacher(d["other"], ref), token_weights=d["logps"].exp()
+        ),
         anchored,
     ),
-    "JSD, whole teacher": Loss(JSD, from_whole_teacher),
+    "JSD, whole teacher": Loss(JSD, taught(lambda ref, d: ll.Teacher(d["other"], d["ref_weight"]))),
     "JSD, smaller teacher": Loss(partial(JSD, temperature=1.5), from_smaller_teacher),
     "soft loss of a smaller teacher": Loss(partial(JSD, weight_hard_loss=0.0), from_smaller_teacher),
     "KL": Loss(KL, distilled, soft("forward KL")),
-    "KL, top-k": Loss(KL, from_top_k, top_k),
-    "KL, renormalized": Loss(partial(KL, weight_hard_loss=0.0), from_renormalized, renormalized),
-    "KL, logits": Loss(KL, from_logits, soft("forward KL")),
+    "KL, top-k": Loss(KL, taught(lambda ref, d: ll.TeacherTopK(d["top_logps"], d["columns"])), top_k),
+    "KL, renormalized": Loss(
+        partial(KL, weight_hard_loss=0.0),
+        taught(lambda ref, d: ll.TeacherTopK(d["top_logps"], d["columns"], "renormalize")),
+        renormalized,
+    ),
+    "KL, logits": Loss(
+        KL, taught(lambda ref, d: ll.TeacherLogits(d["other"] @ d["ref_weight"].t())), soft("forward KL")
+    ),
     "reverse KL": Loss(partial(ReverseKL, 0.5, 0.5), distilled, soft("reverse KL")),
     "TVD": Loss(TVD, distilled, soft("total variation")),
     "alpha-beta": Loss(partial(AlphaBeta, 0.2, 0.7), distilled, soft("alpha-beta 0.2 0.7")),

@@ -20,7 +20,7 @@ from tests.reference import (
     relative_error,
     rounding,
 )
-from tests.results.combinations import COLUMNS, Row, Sizes, check, rows
+from tests.results.combinations import COLUMNS, Row, Sizes, check, found_by, inputs_of, rows, small_workspace
 from tests.seam import BACKENDS
 
 #: Through the kernels, which take long in Triton's interpreter: fewer values of some columns.
@@ -108,6 +108,22 @@ ROWS = dict.fromkeys([*rows(backend=("torch",), **BESIDE), *rows(**WALKS)])
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_any_two_together(row):
     check(row)
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        (Row(weight="adapters", invariant=True), "a head without adapters"),
+        (Row("registered", invariant=True), "a registered statistic is summed in an order that depends on the batch"),
+        (Row(weight="quantized", invariant=True, blocks="small workspace"), "a quantized head dequantized as a whole"),
+    ],
+    ids=str,
+)
+def test_what_does_not_go_together_is_refused(row, words):
+    given = inputs_of(row)
+    workspace = small_workspace(row, given)
+    with pytest.raises(ValueError, match=words):
+        found_by(row, given, workspace=workspace)
 
 
 @pytest.mark.filterwarnings("ignore:a workspace of")

@@ -25,38 +25,24 @@ SERVED = {
 DELETED = [*[(name,) for name in ACCELERATORS], ACCELERATORS]
 
 
-def served(name, **options):
-    """The blocks of a call, with the line of this name and without it."""
+INTERPRETED = pytest.mark.skipif("triton" not in BACKENDS, reason="needs Triton's interpreter")
+
+
+@pytest.mark.parametrize(
+    "backend", [pytest.param("triton", marks=INTERPRETED), pytest.param(None, marks=pytest.mark.gpu)]
+)
+@pytest.mark.parametrize("name", [name for name in ACCELERATORS if name not in os.environ.get("WITHOUT", "")])
+def test_calls_are_served(name, backend, small_tiles, default_gpu):
     hidden, weight, labels, _ = problem(20, 16, 40, dtype=torch.bfloat16, masked=0.0)
     found = []
     for deleted in ((), (name,)):
         with without_accelerators(*deleted), planned_blocks() as names:
-            results = tensors_of(SERVED[name](hidden, weight, labels, **options))
-        found.append((set(names), results))
-    (with_line, ours), (without_line, core) = found
-    torch.testing.assert_close(ours, core, rtol=1e-3, atol=1e-3)
-    return with_line, without_line
+            found.append(tensors_of(SERVED[name](hidden, weight, labels, backend=backend)))
+        assert (name in names) == (not deleted)
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.skipif("triton" not in BACKENDS, reason="needs Triton's interpreter")
-@pytest.mark.parametrize("name", ACCELERATORS)
-def test_calls_are_served(name, small_tiles):
-    if name in os.environ.get("WITHOUT", ""):
-        pytest.skip("the line is deleted")
-    with_line, without_line = served(name, backend="triton")
-    assert name in with_line
-    assert name not in without_line
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ACCELERATORS)
-def test_calls_are_served_on_a_gpu(name, default_gpu):
-    with_line, without_line = served(name)
-    assert name in with_line
-    assert name not in without_line
-
-
-@pytest.mark.skipif("triton" not in BACKENDS, reason="needs Triton's interpreter")
+@INTERPRETED
 @pytest.mark.parametrize("deleted", DELETED, ids=str)
 def test_some_results_without_them(deleted, small_tiles):
     """All are in ``test_results_without_them``, which takes long."""

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from liger_losses import Head, Teacher, functional, linear_logps, linear_statistics, linear_token_loss
+from liger_losses import Head, functional, linear_logps, linear_statistics, linear_token_loss
 from liger_losses.chunked.core import agreement, ranks
 from liger_losses.chunked.core.agreement import CHECK_VARIABLE, RankError, agree, checksum
-from tests.losses import CE, DPO, GRPO, KL
+from tests.losses import CE, DPO, GRPO
 from tests.processes import case_named, start
 from tests.results.losses import VOCAB, Part, batch, policy, support
 
@@ -162,8 +162,6 @@ def calls(rank):
             hidden, head, labels, support=support({**d, "y": flipped} if other else d, add_label=True)
         ),
         r"loss: ": lambda: (CE() if other else DPO(use_ref_model=False))(head, hidden, labels),
-        r"label_smoothing: ": lambda: CE(label_smoothing=0.1 + 0.1 * other)(head, hidden, labels),
-        r"beta: ": lambda: DPO(beta=0.1 + other, use_ref_model=False)(head, hidden, labels),
         r"loss_type: ": lambda: policy(GRPO(beta=0.0, **grpo), head, None, d),
     }
     for name, call in different.items():
@@ -194,9 +192,6 @@ def slices(rank):
         "sequences: ": lambda: DPO(group=group, use_ref_model=False)(d["weight"], hidden[:rows], labels[:rows]),
         "num_items_in_batch: ": lambda: CE(group=group)(
             d["weight"], hidden, labels, num_items_in_batch=7 if other else None
-        ),
-        "weight_hard_loss: ": lambda: KL(weight_hard_loss=0.5 + 0.1 * other, group=group)(
-            d["weight"], hidden, labels, Teacher(d["other"], d["ref_weight"])
         ),
         "epsilon_low: ": lambda: functional.grpo_loss(
             logps, d["signs"], mask, group=group, epsilon_low=0.1 + 0.1 * other

@@ -24,7 +24,7 @@ def test_a_head_of_tensors_modules_and_heads():
         Head.of(layer, transform=transform),
         Head.of(Head(weight, bias), transform=transform),
         Head.of(Head(weight, transform=transform), bias),
-        Head.of(Head(weight, bias, LogitTransform(softcap=4.0)), transform=LogitTransform(0.7, 1.3)),
+        Head.of(Head(weight, bias, LogitTransform(softcap=4.0)), transform=transform),
     ):
         assert torch.equal(linear_statistics(hidden, head, labels, "logp").logp, expected)
     tied = nn.Embedding(31, 8, _weight=weight.detach())

@@ -4,11 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
 
-from liger_losses import EngineOptions, Head, TokenSupport, linear_logps, linear_statistics, linear_token_loss
+from liger_losses import EngineOptions, TokenSupport, linear_logps, linear_statistics, linear_token_loss
 from liger_losses.chunked.core import inputs
-from liger_losses.chunked.core.buffers import Gradients
 from liger_losses.chunked.core.weights import Dense
 from liger_losses.integrations import megatron, verl
 from tests.losses import CE
@@ -56,45 +54,9 @@ def test_where_all_tokens_are_cut_there_is_no_target_of_others(some_uncut, monke
     assert counts == [1 + some_uncut]
 
 
-class WithoutGradient(torch.autograd.Function):
-    """Asks for the gradient of its input, and then has none for it."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.set_materialize_grads(False)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, g):
-        return None
-
-
-@pytest.mark.parametrize("frozen", [False, True])
-def test_no_upstream_gradient_makes_gradients_of_zero(frozen):
-    """And not what was in memory before."""
-    hidden, weight, labels, _ = problem(50, 24, 61, masked=0.0)
-    weight.requires_grad_(not frozen)
-    filled = [torch.full_like(hidden, 7.0) for _ in range(100)]
-    del filled
-    WithoutGradient.apply(linear_logps(hidden, weight, labels)).sum().backward()
-    assert not hidden.grad.any()
-    assert frozen or not weight.grad.any()
-
-
 # --- Several heads ----------------------------------------------------------------------------------------------------
 
 K, H, V, SHAPE = 3, 24, 131, (2, 11)  # of calls with several heads
-
-
-@pytest.mark.parametrize(("which", "weights"), [([0, 0, 0], 1), ([0, 1, 2], 3), ([0, 1, 0], 2)])
-def test_heads_of_one_call(which, weights, monkeypatch):
-    """A weight's gradient has one buffer, whatever head object it is in."""
-    sizes, results = [], Gradients.results
-    monkeypatch.setattr(Gradients, "results", lambda grads: sizes.append(len(grads.buffers)) or results(grads))
-    hidden, _, labels, _ = problem(0, H, V, shape=SHAPE)
-    layers, states = [nn.Linear(H, V, bias=False) for _ in range(K)], [hidden.detach() * k for k in range(K)]
-    CE(shift=[1, 2, 3])([Head.of(layers[i]) for i in which], states, labels)
-    assert sizes == [weights]
 
 
 @pytest.mark.parametrize("name", ["weight", "bias", "shift", "transform", "heads"])

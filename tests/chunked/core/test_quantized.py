@@ -1,7 +1,5 @@
 """Quantized heads are their dequantized rows, which are the package's; and LoRA on a head, quantized or not."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,7 +11,7 @@ from liger_losses.chunked.core import stream
 from liger_losses.chunked.core.quantizers import _FINDERS, GPTQRows
 from tests.losses import CE
 from tests.quantized_layers import LAYERS, PackedLinear, bnb_linear, dequantized
-from tests.reference import Int8Weight, double, plain_statistics, problem, relative_error, weighted
+from tests.reference import Int8Weight, double, gradients, problem, relative_error, weighted
 from tests.seam import LowRank
 
 V, H = 120, 40  # rows of 40 start inside of blocks of 64
@@ -52,12 +50,15 @@ def test_columns_without_probability(active, plans):
     found = linear_statistics(hidden, Head(quantized, bias), labels, names, metrics="argmax", options=SMALL)
     assert plans[0].tile is not None
     assert plans[0].products.columns < 50
-    x, w = double(hidden, quantized.rows(0, 100))
-    exact = plain_statistics(x, w[active], torch.where(labels >= 0, labels - active.start, labels))
-    assert all(relative_error(getattr(found, name), exact[name]) < 1e-6 for name in names)
-    assert torch.equal(found.argmax, ((x @ w[active].t()).argmax(-1) + active.start) * (labels >= 0))
-    ours, theirs = (weighted([getattr(values, name) for name in names]) for values in (found, SimpleNamespace(**exact)))
-    assert relative_error(*(torch.autograd.grad(value, of)[0] for value, of in ((ours, hidden), (theirs, x)))) < 1e-5
+    x, w = double(hidden, quantized.rows(*active.indices(100)[:2]))
+    moved = torch.where(labels >= 0, labels - active.start, labels)
+    exact = linear_statistics(x, w, moved, names, metrics="argmax")
+    assert torch.equal(found.argmax, exact.argmax + active.start * (labels >= 0))
+    ours, theirs = ([getattr(values, name) for name in names] for values in (found, exact))
+    assert all(relative_error(a, b) < 1e-6 for a, b in zip(ours, theirs, strict=True))
+    assert (
+        relative_error(*(gradients(weighted(values), (of,))[0] for values, of in ((ours, hidden), (theirs, x)))) < 1e-5
+    )
 
 
 def test_a_token_that_is_not_finite(plans):

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import liger_losses
-from liger_losses import DistillationLoss, Divergence, Head, LogitTransform
+from liger_losses import DistillationLoss, Divergence, Head
 from tests.losses import BCO, CE, CPO, DPO, GRPO, JSD, KL, KTO, ORPO, AlphaBeta, MiniLLM, SimPO
-from tests.reference import linear_of, tensors_of
+from tests.reference import tensors_of
 from tests.results.losses import LOSSES, batch
 
 D = batch(torch.float32)
@@ -131,29 +131,9 @@ def test_what_is_printed_are_the_options_that_are_not_defaults():
 
 
 def test_how_to_stream_is_an_option():
-    given = {"workspace": 10**6, "backend": "torch", "compact": False, "accum_dtype": torch.float32}
-    for build in (CE, DPO, JSD):
-        options = build().replace(**given).options
-        assert {name: getattr(options, name) for name in given} == given
+    assert CE().replace(accum_dtype=torch.float32).options.accum_dtype == torch.float32
     for loss in (DPO(chunk_size=1), GRPO(chunk_size=1)):  # liger-kernel's, of completions
         assert (loss.chunk_size, loss.options.chunk_size) == (1, None)
-
-
-# --- Heads ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "name", ["cross entropy", "DPO", "DPO, several", "ORPO", "KTO", "GRPO", "JSD", "KL, top-k", "MiniLLM"]
-)
-def test_weights_may_be_tensors_modules_and_heads(name):
-    weight, bias, theirs = D["weight"], D["bias"], D["ref_weight"]
-    expected = tensors_of(LOSSES[name](Head(weight, bias), theirs, D, softcap=4.0))
-    for make in (linear_of, Head):
-        torch.testing.assert_close(
-            tensors_of(LOSSES[name](make(weight, bias), make(theirs), D, softcap=4.0)), expected, equal_nan=True
-        )
-    with_its_own = Head(weight, bias, LogitTransform(softcap=4.0))
-    torch.testing.assert_close(tensors_of(LOSSES[name](with_its_own, theirs, D, softcap=4.0)), expected, equal_nan=True)
 
 
 # --- Copies, signatures -----------------------------------------------------------------------------------------------

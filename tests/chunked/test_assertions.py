@@ -33,20 +33,15 @@ def test_the_error_has_the_operation_and_the_line():
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_backward_is_checked(device):
-    """On a GPU it runs in a thread of autograd, where the line is that of the thread that waits."""
+    """And what checkpointing computes again there. On a GPU it runs in a thread of autograd, where the line is that of
+    the thread that waits."""
     hidden, weight, labels, _ = (t if t is None else t.detach().to(device) for t in problem(v=V))
     loss = plain_loss(hidden.requires_grad_(), weight, labels)
+    again = checkpoint(plain_loss, hidden, weight, labels, use_reentrant=False)
     line = rf"backward.* makes logits.*{re.escape(__file__)}:\d+ in test_backward_is_checked"
-    with assert_no_logits(V, 1), pytest.raises(AssertionError, match=line):
-        loss.backward()
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_what_checkpointing_computes_again_is_checked(device):
-    hidden, weight, labels, _ = (t if t is None else t.detach().to(device) for t in problem(v=V))
-    loss = checkpoint(plain_loss, hidden.requires_grad_(), weight, labels, use_reentrant=False)
-    with assert_no_logits(V, 1), pytest.raises(AssertionError, match="mm.default makes logits.* in plain_loss"):
-        loss.backward()
+    for of, words in ((loss, line), (again, "mm.default makes logits.* in plain_loss")):
+        with assert_no_logits(V, 1), pytest.raises(AssertionError, match=words):
+            of.backward()
 
 
 def test_tensors_without_memory_count_and_their_views_do_not():

@@ -15,7 +15,6 @@ from tests.reference import (
     double,
     formula,
     gradients,
-    plain_statistics,
     problem,
     relative_error,
     rounding,
@@ -212,22 +211,19 @@ def test_half_precision_gradients_within_any_workspace(asked, workspaces):
     """Of several blocks together, or by tiles of columns: that of the weight is a sum of few parts."""
     hidden, weight, labels, _ = problem(200, 16, 203, dtype=torch.bfloat16, masked=0.0)
     teacher = [tensor.detach().roll(1, 0) for tensor in (hidden, weight)]
-    exact_in = double(hidden, weight, *teacher)
-    if asked == "JSD":
-        exact = formula("JSD", exact_in[0] @ exact_in[1].t(), exact_in[2] @ exact_in[3].t()).mean()
-    else:
-        values = plain_statistics(*exact_in[:2], labels)
-        exact = values["logp"].sum() + values["entropy"].sum()
-    right = gradients(exact, exact_in[:2])
-    for workspace in workspaces:
-        options = {"workspace": workspace, "backend": "triton"}
+
+    def found(hidden, weight, *teacher, **options):
         if asked == "JSD":
-            value, _ = DistillationLoss(divergence("JSD"), 0.0, 1.0, **options)(
-                weight, hidden, labels, Teacher(*teacher)
-            )
+            loss = DistillationLoss(divergence("JSD"), 0.0, 1.0, **options)
+            value, _ = loss(weight, hidden, labels, Teacher(*teacher))
         else:
             value = sum(x.sum() for x in linear_logps(hidden, weight, labels, entropy=True, **options)[:2])
-        for ours, expected in zip(gradients(value, (hidden, weight)), right, strict=True):
+        return gradients(value, (hidden, weight))
+
+    exact = found(*double(hidden, weight, *teacher))
+    for workspace in workspaces:
+        given = {"workspace": workspace, "backend": "triton"}
+        for ours, expected in zip(found(hidden, weight, *teacher, **given), exact, strict=True):
             assert relative_error(ours, expected) < 2.5 * rounding(torch.bfloat16), workspace
 
 

@@ -67,7 +67,7 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
         ("kernels.logit_transform", "LogitTransform.chain_", "if self.softcap is not None", "if False"),
     ],
     f"{GOLDEN} -k 'KL or JSD or AlphaBeta or linear'": [
-        ("chunked.losses.distillation", "_square", "temperature**2", "temperature**3"),
+        ("chunked.losses.distillation", "DistillationLoss.forward", "t**2", "t**3"),
         ("chunked.losses.softmax_divergences", "log_rest", "(1 - logps.exp()", "(1 + logps.exp()"),
         ("kernels.divergence_forms", "_reverse_kl", "- p", "+ p"),
         ("kernels.divergence_forms", "_alpha_beta", "p_s - both", "p_s + both"),

@@ -101,8 +101,6 @@ def loss_over_columns(
     the options of distillation.
     """
     mask, hard, top_k, tail, options = labels != o.ignore_index, weights.get("logp"), o.top_k, o.tail, o.engine
-    if isinstance(temperature, Tensor):  # it may be anything without loss
-        temperature = torch.where(mask, temperature, 1.0)
     check_no_temperature("student", head.transform.temperature)
     compared = _at(head, temperature)
     if top_k:

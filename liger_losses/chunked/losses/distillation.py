@@ -21,7 +21,7 @@ from liger_losses.chunked.core.compiled import in_graphs, loss_sum
 from liger_losses.chunked.core.distilled import EARLIER_TAILS, TAILS
 from liger_losses.chunked.core.entry import operator
 from liger_losses.chunked.core.inputs import compared_targets
-from liger_losses.chunked.core.ops import weighted_sum
+from liger_losses.chunked.core.ops import added, weighted_sum
 from liger_losses.chunked.core.statistics import Statistic
 from liger_losses.chunked.core.target import TokenLoss
 from liger_losses.chunked.losses.base import AnyHead, ChunkedLoss, LossOptions, constructor
@@ -236,11 +236,12 @@ class DistillationLoss(ChunkedLoss):
         head = Head.of(weight, student_bias if bias is None else bias, o.transform)
         labels, which = self.labels(labels), o.which
         mask, hard = labels != o.ignore_index, o.weight_hard_loss != 0 or o.return_soft_hard_loss
-        t: float | Tensor = o.temperature
+        dtype, t = wide(hidden.dtype), o.temperature
         if temperature is not None:
             self.check_one_temperature(temperature)
             checks.check_temperature(temperature, head.weight.device, labels.shape)
-            t = temperature
+            # Of tokens without loss, it may be anything.
+            t = torch.where(mask, temperature.to(torch.promote_types(dtype, temperature.dtype)), 1.0)
         over_columns = o.top_k is not None or isinstance(taught, TeacherTopK)
         if over_columns and o.token_scaling != "none":
             raise ValueError("token_scaling= needs a divergence over all columns: leave top_k= and TeacherTopK out.")
@@ -252,9 +253,8 @@ class DistillationLoss(ChunkedLoss):
             if isinstance(taught, Teachers):
                 raise ValueError("Teachers does not work with slices of sequences (group=); leave group= out.")
             self.agree([num_items_in_batch], labels.device)
-        dtype = wide(hidden.dtype)
         number = self.divisor(mask, num_items_in_batch).to(dtype)
-        factor = o.factor * (_square(t, mask, dtype) if o.temperature_squared else 1.0)
+        factor = o.factor * (t**2 if o.temperature_squared else 1.0)
         share = number.reciprocal()
         weights = {"divergence": o.weight_soft_loss * factor * share}
         if hard:
@@ -265,27 +265,17 @@ class DistillationLoss(ChunkedLoss):
             exact = token_weights.to(torch.promote_types(token_weights.dtype, dtype))
             weights = {name: torch.where(mask, exact * weight, 0.0) for name, weight in weights.items()}
         if over_columns:
-            loss, values = loss_over_columns(hidden, head, labels, taught, weights, t, o)
+            loss, *values = loss_over_columns(hidden, head, labels, taught, weights, t, o)
         else:
             names: list[Any] = [Statistic("divergence", divergence=which), *[*weights][1:]]
             token_loss = TokenLoss(scaled_sum, weights, {"scaling": o.token_scaling}, live)
-            loss, parts = loss_sum(targets, names, [token_loss] * len(targets), o.engine)
-            values = parts[0]
-            if len(parts) > 1:  # of which each token has one
-                values = {name: torch.stack([part[name] for part in parts]).sum(0) for name in parts[0]}
-        (loss,) = sum_over_group(o.group, loss)
-        soft_loss = self.total(factor * values["divergence"]) / number
-        hard_loss = -self.total(values["logp"]) / number if hard else None
+            loss, values = loss_sum(targets, names, [token_loss] * len(targets), o.engine)
+        (loss,), read = sum_over_group(o.group, loss), added(values)
+        soft_loss = self.total(factor * read.divergence) / number
+        hard_loss = -self.total(read.logp) / number if hard else None
         if not like_liger:
             return loss, DistillationMetrics(soft_loss, hard_loss)
         return (loss, soft_loss, hard_loss) if o.return_soft_hard_loss else loss
-
-
-def _square(temperature: float | Tensor, mask: Tensor, dtype: torch.dtype) -> float | Tensor:
-    """The square of a temperature, which may be anything for masked tokens."""
-    if not isinstance(temperature, Tensor):
-        return temperature**2
-    return torch.where(mask, temperature.to(torch.promote_types(dtype, temperature.dtype)), 0.0) ** 2
 
 
 def _teacher_of(fourth: Any, teacher: Any, fifth: Any, bias: Tensor | None) -> AnyTeacher:

@@ -96,9 +96,14 @@ def kto_loss(
         desirable, desirable_weight, undesirable_weight: as in :func:`unpaired_loss`, which also describes the result.
     """
     checks.check_number("kl", kl, 0.0, math.inf)
-    rewards = _rewards(logps, ref_logps, beta)
-    weights = {"desirable_weight": desirable_weight, "undesirable_weight": undesirable_weight}
-    return unpaired_loss(rewards, desirable, beta * kl, loss_type="kto", **weights)
+    return unpaired_loss(
+        _rewards(logps, ref_logps, beta),
+        desirable,
+        beta * kl,
+        loss_type="kto",
+        desirable_weight=desirable_weight,
+        undesirable_weight=undesirable_weight,
+    )
 
 
 def _rewards(logps: Tensor, ref_logps: Tensor, beta: float) -> Tensor:

@@ -236,22 +236,24 @@ class ChunkedLoss(nn.Module):
             TypeError, ValueError: an unknown option, or a wrong value.
         """
         options, known = self.options_type.folded(options, self.settings), self.options_signature.parameters
+        changed = {name: options[name] for name in options if name in known}
         check_known(type(self), options)
-        check_no_inputs(type(self), {name: options[name] for name in options if name in known})
+        check_no_inputs(type(self), changed)
         loss = copy.copy(self)
         loss.__setstate__({name: copy.copy(x) if isinstance(x, dict) else x for name, x in vars(self).items()})
-        loss._take(replace(self.settings, **{name: options[name] for name in options if name in known}))
-        for name in options.keys() - known:  # what the constructor of a subclass names
+        loss._take(replace(self.settings, **changed))
+        for name in options.keys() - changed:  # what the constructor of a subclass names
             setattr(loss, name, options[name])
         return loss
 
     def extra_repr(self) -> str:
         """The options that differ from the defaults, but for tensors; those of an objective as they were given."""
-        options = self.constructor_signature.parameters.values()
-        values = [(option, getattr(self, option.name, option.default)) for option in options]
-        shown = [(o.name, value) for o, value in values if not isinstance(value, Tensor) and value != o.default]
-        groups = [value.items() if isinstance(value, Mapping) else [(name, value)] for name, value in shown]
-        return ", ".join([f"{name}={value!r}" for group in groups for name, value in group])
+        shown: dict[str, Any] = {}
+        for option in self.constructor_signature.parameters.values():
+            value = getattr(self, option.name, option.default)
+            if not isinstance(value, Tensor) and value != option.default:
+                shown |= value if isinstance(value, Mapping) else {option.name: value}
+        return ", ".join([f"{name}={value!r}" for name, value in shown.items()])
 
     if TYPE_CHECKING:
 

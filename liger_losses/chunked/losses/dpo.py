@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -218,7 +218,7 @@ def dpo_loss(
         raise ValueError("'ipo' and 'sigmoid_norm' divide by lengths: give chosen_lengths= and rejected_lengths=.")
     if "sft" in o.loss_types and pairs.chosen_nll is None:
         raise ValueError("'sft' is the likelihood of the chosen completions: give chosen_nll=.")
-    checks.check_alike(**{field.name: getattr(pairs, field.name) for field in fields(pairs) if not field.kw_only})
+    checks.check_alike(**{name: getattr(pairs, name) for name in PairLogps.__match_args__})
     for name in ("chosen_lengths", "rejected_lengths"):
         if optional.get(name) is not None:
             checks.check_tensor(name, optional[name])

@@ -344,7 +344,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
             o.entropy_coef.observe((values["entropy"] * acting).sum(), acting.sum())
         metrics = objectives.token_metrics(values["logp"], inputs, kl=bool(o.beta))
         means = [inputs.total(metric) / inputs.counted for metric in metrics]
-        return loss.float(), PolicyMetrics(means[1], means[0]) if o.beta else PolicyMetricsWithoutKL(means[0])
+        return loss.float(), PolicyMetrics(*means) if o.beta else PolicyMetricsWithoutKL(*means)
 
     def _active(self, head: Head, hidden: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
         """The labels, if everything fits."""

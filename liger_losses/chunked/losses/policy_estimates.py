@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from liger_losses.checks import check_alike, check_names, check_number, check_range, checked_mask
 from liger_losses.chunked.losses.completion_loss import MAX_EXPONENT
@@ -130,16 +131,16 @@ RATIOS: dict[str, Callable[[Tensor, Batch], Tensor]] = {
 # --- Masks ------------------------------------------------------------------------------------------------------------
 
 
-def _tv(logps: Tensor, old: Tensor, sampler: Tensor, a: Tensor, low: float, high: float) -> Tensor:
+def _tv(log_p: Tensor, log_q: Tensor, a: Tensor, low: float, high: float) -> Tensor:
     """DPPO's total variation of a token and all others (arXiv:2602.04879, eq. 13)."""
-    change = logps.exp() - sampler.exp()
+    change = log_p.exp() - log_q.exp()
     return ~(((a > 0) & (change > high)) | ((a < 0) & (-change > low)))
 
 
-def _kl(logps: Tensor, old: Tensor, sampler: Tensor, a: Tensor, low: float, high: float) -> Tensor:
+def _kl(log_p: Tensor, log_q: Tensor, a: Tensor, low: float, high: float) -> Tensor:
     """DPPO's KL divergence of a token and all others (arXiv:2602.04879, eq. 14)."""
-    kl = binary_kl(sampler, logps)
-    higher, lower = (a > 0) & (logps > sampler), (a < 0) & (logps < sampler)
+    kl = binary_kl(log_q, log_p)
+    higher, lower = (a > 0) & (log_p > log_q), (a < 0) & (log_p < log_q)
     return ~((higher & (kl > high)) | (lower & (kl > low)))
 
 
@@ -147,24 +148,24 @@ def _inside(ratio: Tensor, low: float, high: float) -> Tensor:
     return (ratio >= low) & (ratio <= high)
 
 
-def _kpop(logps: Tensor, old: Tensor, sampler: Tensor, a: Tensor, low: Any, high: float) -> Tensor:
+def _kpop(log_p: Tensor, log_q: Tensor, a: Tensor, low: Any, high: float) -> Tensor:
     """``k = p_old / p_sampler`` where both binary KL divergences of the two are small, else 0: KPop
     (ringtech.notion.site/kpop)."""
-    kl = torch.maximum(binary_kl(old, sampler), binary_kl(sampler, old))
-    return torch.where(kl <= high, ratio_of(old - sampler), 0.0)
+    kl = torch.maximum(binary_kl(log_p, log_q), binary_kl(log_q, log_p))
+    return torch.where(kl <= high, ratio_of(log_p - log_q), 0.0)
 
 
 class Mask(NamedTuple):
     """A row of :data:`MASKS`.
 
     Args:
-        weights: what a token's objective is multiplied by, without gradient, from (log p, log p_old, log p_sampler,
-            advantages, mask_low, mask_high); bool, or a number.
+        weights: what a token's objective is multiplied by, without gradient, from (log p, log p_sampler, advantages,
+            mask_low, mask_high); bool, or a number.
         bounds: the values of ``mask_low`` and ``mask_high`` where the options have none.
-        of_sampler: it compares the old policy with the sampler, whose log-probabilities it needs.
+        of_sampler: its p is the old policy's, not the current one's, and it needs the sampler's log-probabilities.
     """
 
-    weights: Callable[[Tensor, Tensor, Tensor, Tensor, Any, Any], Tensor] | None
+    weights: Callable[[Tensor, Tensor, Tensor, Any, Any], Tensor] | None
     bounds: Mapping[str, float] = {}
     of_sampler: bool = False
 
@@ -175,21 +176,17 @@ MASKS = {
     "tv": Mask(_tv, {"mask_low": 0.15, "mask_high": 0.15}),
     "kl": Mask(_kl, {"mask_low": 0.05, "mask_high": 0.05}),
     # |p - p_sampler| <= mask_high, whatever the advantage: prime-rl's IPO
-    "change": Mask(
-        lambda logps, old, sampler, a, low, high: (logps.exp() - sampler.exp()).abs() <= high, {"mask_high": 0.1}
-    ),
+    "change": Mask(lambda log_p, log_q, a, low, high: (log_p.exp() - log_q.exp()).abs() <= high, {"mask_high": 0.1}),
     # p_sampler - p <= mask_low, whatever the advantage: prime-rl's ref_kl
-    "fall": Mask(lambda logps, old, sampler, a, low, high: sampler.exp() - logps.exp() <= low, {"mask_low": 0.2}),
+    "fall": Mask(lambda log_p, log_q, a, low, high: log_q.exp() - log_p.exp() <= low, {"mask_low": 0.2}),
     # mask_low <= p / p_sampler <= mask_high (INTELLECT-3, arXiv:2512.16144, eq. 1)
     "ratio": Mask(
-        lambda logps, old, sampler, a, low, high: _inside(ratio_of(logps - sampler), low, high),
+        lambda log_p, log_q, a, low, high: _inside(ratio_of(log_p - log_q), low, high),
         {"mask_low": 0.2, "mask_high": 5.0},
     ),
     # k = p_old / p_sampler where that is within the bounds, else 0: IcePop (arXiv:2510.18855)
     "icepop": Mask(
-        lambda logps, old, sampler, a, low, high: torch.where(
-            _inside(ratio_of(old - sampler), low, high), ratio_of(old - sampler), 0.0
-        ),
+        lambda log_p, log_q, a, low, high: BOUNDS["mask"](ratio_of(log_p - log_q), low, high),
         {"mask_low": 0.5, "mask_high": 5.0},
         of_sampler=True,
     ),
@@ -316,18 +313,18 @@ def sampler_weights(
     tokens, count = lengths.sum().clamp(min=1), of.sum().clamp(min=1)
     mean_weight, squares = weights.sum() / count, weights.square().sum() / count
     shares = [(x & mask).sum() / tokens for x in (weights == 0, ~_inside(ratio, low, high))]
+    of_tokens = torch.where(of, ratio, 0.0)
     # One more ratio of each, for batches without any.
-    lowest = torch.cat([torch.where(of, ratio, math.inf).flatten(), ratio.new_full((1,), math.inf)]).amin()
-    highest = torch.cat([torch.where(of, ratio, 0.0).flatten(), ratio.new_zeros(1)]).amax()
+    lowest = pad(torch.where(of, ratio, math.inf).flatten(), (0, 1), value=math.inf).amin()
     metrics = SamplerMetrics(
         kl=-log_ratio.sum() / tokens,
         kl_k3=k3(log_ratio).sum() / tokens,
         masked=shares[0],
         out_of_bounds=shares[1],
         effective_sample_size=mean_weight.square() / squares.clamp(min=torch.finfo(dtype).tiny),
-        mean_ratio=torch.where(of, ratio, 0.0).sum() / count,
+        mean_ratio=of_tokens.sum() / count,
         min_ratio=torch.where(lowest.isinf(), 0.0, lowest),
-        max_ratio=highest,
+        max_ratio=pad(of_tokens.flatten(), (0, 1)).amax(),
     )
     if normalize:
         weights = weights / torch.where(mean_weight > 0, mean_weight, 1.0)

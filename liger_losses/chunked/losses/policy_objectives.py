@@ -260,11 +260,8 @@ def policy_terms(
 
     def objective_of(logps: Tensor, log_ratio: Tensor, advantages: Tensor, old: Tensor, sampler: Tensor) -> Tensor:
         value = o.objective.value(log_ratio, logps, advantages, o, *batch, **o.declared)
-        if o.mask.weights is None:
-            return value
-        with torch.no_grad():
-            weights = o.mask_weights(logps.detach(), old, sampler, advantages)
-        return torch.where(weights != 0, value * weights, 0.0)
+        weights = o.mask_weights(logps, old, sampler, advantages)
+        return value if weights is None else torch.where(weights != 0, value * weights, 0.0)
 
     if o.centers:  # the label's and those of all columns together, in as few operations
         p, q = torch.cat([logps[..., None], topk, log_rest(topk)], -1), tensors["sampler_topk"]
@@ -394,19 +391,18 @@ def grpo_loss(logps: Tensor, advantages: Tensor, mask: Tensor, **others: Any) ->
 
 @torch.no_grad()
 def token_metrics(logps: Tensor, inputs: PolicyInputs, kl: bool) -> list[Tensor]:
-    """``[B, T]``: which tokens' gradients clipping removed, as bool, and estimates of the divergence; 0 at padding."""
+    """``[B, T]``: estimates of the divergence, and which tokens' gradients clipping removed, as bool; 0 at padding."""
     o, mask = inputs.options, inputs.mask
     old, sampler, advantages = _compared(logps, inputs.tensors, o)
     ratio, cut = ratio_of(RATIOS[o.row.level](logps - old, inputs)), o.objective.cut
     dropped = torch.zeros_like(mask) if cut is None else cut(ratio, advantages, o)
-    if o.mask.weights is not None:
-        dropped = dropped | (o.mask_weights(logps, old, sampler, advantages) == 0)
-    metrics = [dropped & mask]
-    if kl:
-        ref = inputs.tensors.get("ref_logps")
-        estimates = torch.zeros_like(logps) if ref is None else KL_ESTIMATORS[o.kl_estimator](ref - logps)
-        metrics.append(torch.where(mask, estimates * ratio if o.use_bias_correction_kl else estimates, 0.0))
-    return metrics
+    if (weights := o.mask_weights(logps, old, sampler, advantages)) is not None:
+        dropped = dropped | (weights == 0)
+    if not kl:
+        return [dropped & mask]
+    ref = inputs.tensors.get("ref_logps")
+    estimates = torch.zeros_like(logps) if ref is None else KL_ESTIMATORS[o.kl_estimator](ref - logps)
+    return [torch.where(mask, estimates * ratio if o.use_bias_correction_kl else estimates, 0.0), dropped & mask]
 
 
 def high_entropy_mask(entropy: Tensor, mask: Tensor, share: float, *, copies: int = 1) -> Tensor:

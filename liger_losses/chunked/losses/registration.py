@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from inspect import Parameter
 from types import MappingProxyType
@@ -162,20 +163,21 @@ def register_divergence(
     if variadic or not 2 <= len(parameters) <= 5:
         raise TypeError(f"terms must take log_p, log_q and up to three parameters, got {of_terms}.")
     signature = inspect.Signature(parameters[2:])
-    by_name = [parameter.name for parameter in parameters[2:] if parameter.kind == parameter.KEYWORD_ONLY]
-    count = len(signature.parameters) - len(by_name)
+
+    def called(*values: Any) -> Any:
+        bound = inspect.BoundArguments(of_terms, OrderedDict(zip(of_terms.parameters, values, strict=False)))
+        return terms(*bound.args, **bound.kwargs)
 
     @functools.wraps(terms)
     def with_parameters(log_p: Tensor, log_q: Tensor, a: float, b: float, c: float) -> tuple[Tensor, Tensor]:
-        numbers, named = (a, b, c)[:count], dict(zip(by_name, (a, b, c)[count:], strict=False))
-        result = terms(log_p, log_q, *numbers, **named)
+        result = called(log_p, log_q, a, b, c)
         if isinstance(result, tuple):
             return result
         if log_p.is_complex():
             raise TypeError(f"the divergence {name!r} must return (f, h) for smooth=True.")
         with torch.enable_grad():
             leaf = log_p.detach().requires_grad_()
-            summed = terms(leaf, log_q, *numbers, **named).sum()
+            summed = called(leaf, log_q, a, b, c).sum()
             if not summed.requires_grad:
                 raise ValueError(
                     f"the divergence {name!r} must be torch code that autograd differentiates, or return (f, h)."

@@ -96,14 +96,9 @@ def kto_loss(
         desirable, desirable_weight, undesirable_weight: as in :func:`unpaired_loss`, which also describes the result.
     """
     checks.check_number("kl", kl, 0.0, math.inf)
-    return unpaired_loss(
-        _rewards(logps, ref_logps, beta),
-        desirable,
-        beta * kl,
-        loss_type="kto",
-        desirable_weight=desirable_weight,
-        undesirable_weight=undesirable_weight,
-    )
+    rewards = _rewards(logps, ref_logps, beta)
+    weights = {"desirable_weight": desirable_weight, "undesirable_weight": undesirable_weight}
+    return unpaired_loss(rewards, desirable, beta * kl, loss_type="kto", **weights)
 
 
 def _rewards(logps: Tensor, ref_logps: Tensor, beta: float) -> Tensor:

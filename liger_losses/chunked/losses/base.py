@@ -267,9 +267,8 @@ class ChunkedLoss(nn.Module):
     else:
 
         def __getattr__(self, name: str) -> Any:
-            settings = vars(self).get("settings")
-            known = settings is not None and name in settings.declared
-            return settings.declared[name] if known else super().__getattr__(name)
+            declared = getattr(vars(self).get("settings"), "declared", {})
+            return declared[name] if name in declared else super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         settings = vars(self).get("settings")

@@ -104,13 +104,15 @@ class Completions:
         of_sequence = ["ref_logps"] if self.ref_logps is not None and self.ref_logps.shape == (1,) else []
         return replace(self, **{n: x[None] for n, x in tensors.items() if x is not None and n not in of_sequence})
 
-    def target(self, head: Head, reference: bool = False) -> Target:
-        """A target of the policy's hidden states, or of the reference's, with a head."""
-        fields: dict[str, Any] = {} if self.temperature is None else {"temperature": self.temperature}
-        of_head = head.transform.temperature
-        if fields and (isinstance(of_head, Tensor) or of_head != 1.0):
-            raise ValueError("temperature was given twice: with the completions, and by a head; leave one out.")
-        return target_of(self.ref_hidden_states if reference else self.hidden_states, head, self.labels, **fields)
+    def target(self, head: Head, policy: Target | None = None) -> Target:
+        """A target of the policy's hidden states with a head; or of the reference's, of the ``policy``'s tokens."""
+        states: Any = self.hidden_states if policy is None else self.ref_hidden_states
+        fields: dict[str, Any] = {} if policy is None else {"counted": policy.counted}
+        if self.temperature is not None:
+            of_head, fields["temperature"] = head.transform.temperature, self.temperature
+            if isinstance(of_head, Tensor) or of_head != 1.0:
+                raise ValueError("temperature was given twice: with the completions, and by a head; leave one out.")
+        return target_of(states, head, self.labels, **fields)
 
 
 def as_completions(value: Any, which: str) -> Completions:
@@ -233,8 +235,7 @@ class CompletionBatch(NamedTuple):
                 states: Any = part.ref_hidden_states
                 kept = kept_statistics(states, head, part.labels, support, ("logp",), options)
                 return [kept["logp"]]
-            targets = [part.target(head, reference=True) for part in self.parts]
-            targets = [replace(ref, counted=other.counted) for ref, other in zip(targets, policy, strict=False)]
+            targets = [part.target(head, known) for part, known in zip(self.parts, policy, strict=False)]
             return [values["logp"] for values in statistics(targets, ("logp",), options)]
 
 

@@ -49,22 +49,6 @@ class PolicyTensors:
     prompts: Tensor | None = None
     group: dist.ProcessGroup | None = None
 
-    def constants(self, names: Mapping[str, str]) -> dict[str, Tensor]:
-        """The numbers of tokens ``[B, T]`` or completions ``[B, 1]`` that there are, checked; with names for errors."""
-        constants: dict[str, Tensor] = {}
-        shape = self.mask.shape
-        for argument in ("advantages", "is_ratio", *_LOGPS):
-            value, name, of_completions = getattr(self, argument), names.get(argument, argument), argument not in _LOGPS
-            if value is None:
-                continue
-            of, columns = ("completion or token", (shape[:1], (shape[0], 1))) if of_completions else ("token", ())
-            checks.check_shaped(name, value, of, self.mask.device, *columns, shape)
-            if value.is_complex() or (not of_completions and not value.is_floating_point()):
-                raise TypeError(f"{name} must be floating point, got {value.dtype}.")
-            value = value[:, None] if value.dim() == 1 else value
-            constants[argument] = (value.detach() if value.requires_grad else value).to(wide(value.dtype))
-        return constants
-
     def check(self, o: PolicyOptions) -> None:
         """Raise TypeError or ValueError unless a loss has the inputs that its row needs."""
         loss, prompts = f"loss_type={o.loss_type!r}", self.prompts
@@ -124,13 +108,29 @@ class PolicyInputs:
     ) -> None:
         mask, group, number = tensors.mask, tensors.group, tensors.num_items_in_batch
         tensors.check(options)
-        constants, padding = tensors.constants(names), ~mask
         self.options, self.mask, self.group, self.prompts = options.values, mask, group, tensors.prompts
-        masked = {name: value.masked_fill(padding, 0.0) for name, value in constants.items()}
-        # Of a probability of 0, the ratio is as large as the largest, and no difference is infinite.
-        self.tensors = {name: finite_logs(value) if name in _LOGPS else value for name, value in masked.items()}
+        self.is_ratio: Tensor | None = None  # as it was passed, [B, 1] or [B, T]
+        self.tensors: dict[str, Tensor] = {}
+        shape, padding = mask.shape, ~mask
+        for argument in ("advantages", "is_ratio", *_LOGPS):
+            value, name, of_completions = (
+                getattr(tensors, argument),
+                names.get(argument, argument),
+                argument not in _LOGPS,
+            )
+            if value is None:
+                continue
+            of, columns = ("completion or token", (shape[:1], (shape[0], 1))) if of_completions else ("token", ())
+            checks.check_shaped(name, value, of, mask.device, *columns, shape)
+            if value.is_complex() or (not of_completions and not value.is_floating_point()):
+                raise TypeError(f"{name} must be floating point, got {value.dtype}.")
+            value = value[:, None] if value.dim() == 1 else value
+            value = (value.detach() if value.requires_grad else value).to(wide(value.dtype))
+            self.is_ratio = value if argument == "is_ratio" else self.is_ratio
+            value = value.masked_fill(padding, 0.0)
+            # Of a probability of 0, the ratio is as large as the largest, and no difference is infinite.
+            self.tensors[argument] = value if of_completions else finite_logs(value)
         self.advantages, self._sampler_topk = self.tensors["advantages"], tensors.sampler_topk_logps
-        self.is_ratio = constants.get("is_ratio")  # as it was passed, [B, 1] or [B, T]
         divides, self._copies, self._number = options.row.normalizer == "items", copies, None
         if number is not None and (divides or group is not None):
             checked = checks.checked_items(number, mask.device)

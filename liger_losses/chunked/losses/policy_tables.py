@@ -17,6 +17,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
 from liger_losses.checks import FiniteFloat, NonNegativeFloat, PositiveFloat, check_fields, check_range
 from liger_losses.chunked.losses.policy_estimates import (
@@ -337,9 +338,9 @@ def _real(log_ratio: Tensor, logps: Tensor, advantages: Tensor, o: PolicyOptions
     scores, terms = log_ratio[:, 0] / o.real_temperature, []
     for chosen, signed in ((~positive, scores), (positive, -scores)):
         members = same & chosen
-        rows = torch.where(members, signed.expand_as(same), -math.inf)
         # One score for "else", of which every row has a finite maximum.
-        terms.append((torch.cat([rows, torch.zeros_like(rows[:, :1])], 1).logsumexp(1), members.any(1)))
+        rows = pad(torch.where(members, signed, -math.inf), (0, 1))
+        terms.append((rows.logsumexp(1), members.any(1)))
     (negatives, has_negative), (positives, has_positive) = terms
     prompts = inputs.number_of_prompts(of_prompt).clamp(min=1)
     share = len(scores) / (of_prompt.clamp(min=1) * prompts)
@@ -358,8 +359,7 @@ def _chosen(keys: Tensor, eligible: Tensor, share: float, mask: Tensor) -> Tenso
     """The eligible tokens with the largest keys: ``share`` of all tokens, at least one; bool."""
     flat = torch.where(eligible, keys, -math.inf).flatten()
     count = (mask.sum() * share).long().clamp(min=1)
-    rank = torch.empty_like(flat, dtype=torch.int64)
-    rank[flat.argsort(descending=True, stable=True)] = torch.arange(len(flat), device=flat.device)
+    rank = flat.argsort(descending=True, stable=True).argsort()
     return (rank < count).view_as(mask) & eligible
 
 

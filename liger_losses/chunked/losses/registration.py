@@ -220,9 +220,9 @@ def _check_divergence(which: Divergence) -> None:
         if not torch.allclose(h, derivative, rtol=1e-6, atol=1e-9):
             worst = float((h - derivative).abs().max())
             raise ValueError(f"{said}: h is not the derivative of f by log p; the two differ by up to {worst:.3g}.")
-        if form.balanced and float(h.sum(-1).abs().max()) > 1e-9:
-            raise ValueError(f"{said} is not balanced: the sum of h is {float(h.sum(-1).abs().max()):.3g}, and not 0.")
-        total = f.sum(-1)
+        total, largest = f.sum(-1), float(h.sum(-1).abs().max())
+        if form.balanced and largest > 1e-9:
+            raise ValueError(f"{said} is not balanced: the sum of h is {largest:.3g}, and not 0.")
         if float(total.min()) < -1e-9 or (p is q and float(total.abs().max()) > 1e-9):
             raise ValueError(f"{said} must be 0 where p = q, and positive elsewhere; got {total.tolist()}.")
     cut = log_p.clone()

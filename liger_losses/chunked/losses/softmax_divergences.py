@@ -154,9 +154,8 @@ def distribution(logps: Tensor, tail: str, tail_logps: Tensor | None = None) -> 
         return logps.log_softmax(-1)
     if tail == "none":
         return logps
-    if tail_logps is not None:
-        return torch.cat([logps, tail_logps[..., None].to(logps.dtype)], -1)
-    return torch.cat([logps, log_rest(logps)], -1)
+    rest = log_rest(logps) if tail_logps is None else tail_logps[..., None].to(logps.dtype)
+    return torch.cat([logps, rest], -1)
 
 
 def log_rest(logps: Tensor) -> Tensor:

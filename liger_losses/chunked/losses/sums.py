@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from liger_losses.checks import check_group
-from liger_losses.chunked.core.agreement import all_gather
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -38,14 +37,12 @@ def gather_over_processes(values: Tensor) -> Tensor:
     """All processes' values ``[n]``, of which each may have another number."""
     if world_size() == 1:
         return values
-    sizes = values.new_zeros(world_size(), dtype=torch.int64)
-    sizes[dist.get_rank()] = len(values)
-    counts = sum_over_processes(sizes).tolist()
-    padded = values.new_zeros(max(1, *counts))
-    padded[: len(values)] = values
-    gathered = padded.new_empty(len(counts), len(padded))
-    all_gather(gathered.view(-1), padded)
-    return torch.cat([row[:count] for row, count in zip(gathered, counts, strict=True)])
+    rank, sizes = dist.get_rank(), values.new_zeros(world_size(), dtype=torch.int64)
+    sizes[rank] = len(values)
+    ends = sum_over_processes(sizes).cumsum(0).tolist()
+    gathered = values.new_zeros(ends[-1])
+    gathered[ends[rank] - len(values) : ends[rank]] = values
+    return sum_over_processes(gathered)
 
 
 class _Sum(torch.autograd.Function):

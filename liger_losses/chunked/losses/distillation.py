@@ -197,15 +197,15 @@ class DistillationLoss(ChunkedLoss):
         student_weight: Any,
         teacher_input: Any,
         teacher_weight: Any = None,
-        true_labels: Tensor | None = None,
-        student_bias: Tensor | None = None,
-        teacher_bias: Tensor | None = None,
+        true_labels: Any = None,
+        student_bias: Any = None,
+        teacher_bias: Any = None,
         *,
-        teacher: AnyTeacher | None = None,
-        bias: Tensor | None = None,
-        num_items_in_batch: Tensor | int | None = None,
-        temperature: Tensor | None = None,
-        token_weights: Tensor | None = None,
+        teacher: Any = None,
+        bias: Any = None,
+        num_items_in_batch: Any = None,
+        temperature: Any = None,
+        token_weights: Any = None,
     ) -> Any:
         """The loss, in one of two forms; a weight may be a tensor, a linear layer, or a :class:`liger_losses.Head`.
 

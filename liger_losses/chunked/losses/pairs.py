@@ -166,7 +166,7 @@ class PreferenceLoss(CompletionLoss, Generic[M]):
         """The loss of each pair, ``[B]``."""
         raise NotImplementedError(f"{type(self).__name__} must define pair_loss(pairs)")
 
-    def rewards(self, pairs: Pairs) -> tuple[Tensor, Tensor]:
+    def rewards(self, pairs: Pairs) -> tuple[Tensor, ...]:
         """Implicit rewards ``[B]`` of chosen and rejected completions, for the metrics."""
         beta = self.settings.beta
         return beta * pairs.chosen_logratios, beta * pairs.rejected_logratios
@@ -192,19 +192,19 @@ class PreferenceLoss(CompletionLoss, Generic[M]):
     @operator  # type: ignore[misc]
     def forward(
         self,
-        lin_weight: AnyHead,
+        lin_weight: Any,
         _input: Any,
         target: Any,
-        bias: Tensor | None = None,
-        ref_input: Tensor | None = None,
-        ref_weight: AnyHead | None = None,
-        ref_bias: Tensor | None = None,
+        bias: Any = None,
+        ref_input: Any = None,
+        ref_weight: Any = None,
+        ref_bias: Any = None,
         *,
-        ref_chosen_logps: Tensor | None = None,
-        ref_rejected_logps: Tensor | None = None,
-        nll_target: Tensor | None = None,
-        gold: Side | None = None,
-        temperature: Tensor | None = None,
+        ref_chosen_logps: Any = None,
+        ref_rejected_logps: Any = None,
+        nll_target: Any = None,
+        gold: Any = None,
+        temperature: Any = None,
     ) -> tuple[Tensor, Any]:
         """The loss of pairs, in one of two forms.
 

@@ -89,8 +89,8 @@ def simpo_loss(
         beta, gamma: as in the formula.
         label_smoothing: assumed share of pairs whose labels are swapped, in [0, 1].
     """
-    options = {"beta": beta, "gamma": gamma, "label_smoothing": label_smoothing}
-    return cpo_loss(chosen_logps, rejected_logps, loss_type="simpo", **options)
+    _check(chosen_logps, rejected_logps, beta, label_smoothing)
+    return _simpo(None, chosen_logps - rejected_logps, CPOTerms(beta, gamma, label_smoothing))
 
 
 def orpo_loss(chosen_logps: Tensor, rejected_logps: Tensor, *, beta: float = 0.1) -> Tensor:
@@ -192,14 +192,14 @@ class LigerFusedLinearCPOLoss(PreferenceLoss):
     )
 
     def pair_loss(self, pairs: Pairs) -> Tensor:
-        names = ("beta", "loss_type", "label_smoothing", "gamma", "reward_alpha")
-        options = {name: getattr(self.settings, name) for name in names}
-        return cpo_loss(pairs.chosen_logps, pairs.rejected_logps, **options)
+        chosen, rejected = self._scores(pairs)
+        return CPO_LOSSES[self.settings.loss_type].loss(None, chosen - rejected, self.settings)
 
-    def rewards(self, pairs: Pairs) -> tuple[Tensor, Tensor]:
-        o = self.settings
-        chosen, rejected = (alphapo_reward(x, o.reward_alpha) for x in (pairs.chosen_logps, pairs.rejected_logps))
-        return o.beta * chosen, o.beta * rejected
+    def rewards(self, pairs: Pairs) -> tuple[Tensor, ...]:
+        return tuple([self.settings.beta * score for score in self._scores(pairs)])
+
+    def _scores(self, pairs: Pairs) -> list[Tensor]:
+        return [alphapo_reward(x, self.settings.reward_alpha) for x in (pairs.chosen_logps, pairs.rejected_logps)]
 
 
 class LigerFusedLinearSimPOLoss(LigerFusedLinearCPOLoss):

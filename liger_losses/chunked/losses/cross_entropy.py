@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeAlias, TypedDict, overload
 
 import torch
@@ -184,11 +183,12 @@ class _Part:
     options: dict[str, Any]  # of the terms
     scale: float = 1.0  # the weight of the head
     token_weights: Tensor | None = None
+    known: dict[str, Any] = field(default_factory=dict)
 
-    @cached_property
     def inputs(self) -> dict[str, Any]:
         """What :attr:`read` returns, which is called once."""
-        return self.read()
+        self.known = self.known or self.read()
+        return self.known
 
     def counted(self, ignore_index: int) -> Target:
         """The target to the loss: 0 times what is NaN is NaN, so that a head of weight 0 has no tokens."""
@@ -202,11 +202,11 @@ class _Part:
 
     def _scaled(self) -> dict[str, Tensor]:
         """The same times the weight of the head."""
-        return {n: t if t.dim() or self.scale == 1.0 else t * self.scale for n, t in self.inputs.items()}
+        return {n: t if t.dim() or self.scale == 1.0 else t * self.scale for n, t in self.inputs().items()}
 
     def losses(self, values: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """The loss and the z-loss ``[...]`` of the tokens over the denominators, 0 for ignored ones."""
-        ce, z, _ = token_terms(values, **self.inputs, **self.options)
+        ce, z, _ = token_terms(values, **self.inputs(), **self.options)
         return torch.where(self.mask, ce + z, 0.0), torch.where(self.mask, z, 0.0)
 
 

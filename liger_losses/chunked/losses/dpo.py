@@ -299,7 +299,7 @@ class LigerFusedLinearDPOLoss(PreferenceLoss):
 
     @property
     def metrics(self) -> tuple[str, ...]:  # type: ignore[override]
-        return ("mean_logit", "log_sum_sq_probs") if self.use_weighting else ("mean_logit",)
+        return ("log_sum_sq_probs",) if self.use_weighting else ()
 
     def token_weights(self, masks: Sequence[Tensor]) -> Sequence[Tensor | None]:
         """Token weights of LD-DPO (arXiv:2409.06411): 1 up to the shorter completion's length, then ``ld_alpha``."""

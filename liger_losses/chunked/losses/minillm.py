@@ -98,10 +98,9 @@ class LigerFusedLinearMiniLLMLoss(ChunkedLoss):
             check_shaped("old_logps", old_logps, "label", labels.device, labels.shape)
         mask = labels != self.ignore_index
         with torch.no_grad():
-            logps, taught = (
-                statistics([target_of(states, model, labels)], ("logp",), self.options)[0]["logp"]
-                for states, model in ((hidden_states, student), (teacher.hidden_states, teacher.head))
-            )
+            models = ((hidden_states, student), (teacher.hidden_states, teacher.head))
+            targets = [target_of(states, model, labels) for states, model in models]
+            logps, taught = [values["logp"] for values in statistics(targets, ("logp",), self.options)]
             rewards = torch.where(mask, taught - logps, 0.0)
             later = minillm_returns(rewards, mask, self.gamma, self.length_normalization)
             if old_logps is not None:

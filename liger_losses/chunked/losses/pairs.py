@@ -150,7 +150,6 @@ class PreferenceLoss(CompletionLoss, Generic[M]):
         ignore_index, options: as in :class:`liger_losses.ChunkedLoss`.
     """
 
-    metrics = ("mean_logit",)
     paired = True
     forms = (("head", "chosen", "rejected"), ("head", "hidden_states", "labels"))
 

@@ -333,10 +333,10 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
             else:
                 both = tuple(dict.fromkeys((*names, *others)))
                 values = kept_statistics(hidden, policy, labels, support, both, o.engine)
+            chosen, copies = None, policy.vocabulary_ranks
             if share < 1.0:
-                acting = objectives.high_entropy_mask(values["entropy"], acting, share, copies=policy.vocabulary_ranks)
-            topk, chosen = values.get("selected_logps"), acting if share < 1.0 else None
-            loss = coupled_losses(values["logp"], inputs.count(), chosen, topk)
+                chosen = acting = objectives.high_entropy_mask(values["entropy"], acting, share, copies=copies)
+            loss = coupled_losses(values["logp"], inputs.count(), chosen, values.get("selected_logps"))
             if coef is not None:
                 loss = loss - coef * (acting * values["entropy"]) / inputs.total(acting).clamp(min=1)
         loss = inputs.total(loss)

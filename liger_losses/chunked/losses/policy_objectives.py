@@ -113,12 +113,8 @@ class PolicyInputs:
         self.tensors: dict[str, Tensor] = {}
         shape, padding = mask.shape, ~mask
         for argument in ("advantages", "is_ratio", *_LOGPS):
-            value, name, of_completions = (
-                getattr(tensors, argument),
-                names.get(argument, argument),
-                argument not in _LOGPS,
-            )
-            if value is None:
+            name, of_completions = names.get(argument, argument), argument not in _LOGPS
+            if (value := getattr(tensors, argument)) is None:
                 continue
             of, columns = ("completion or token", (shape[:1], (shape[0], 1))) if of_completions else ("token", ())
             checks.check_shaped(name, value, of, mask.device, *columns, shape)

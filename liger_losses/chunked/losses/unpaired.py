@@ -179,7 +179,6 @@ class UnpairedPreferenceLoss(CompletionLoss):
     Options as in :class:`LigerFusedLinearKTOLoss`; ``loss_type`` is a name from :data:`LOSSES`.
     """
 
-    metrics = ("mean_logit",)
     forms = (("head", "desirable", "undesirable"), ("head", "completions"), ("head", "hidden_states", "labels"))
 
     @constructor(UnpairedOptions)
@@ -273,8 +272,8 @@ class UnpairedPreferenceLoss(CompletionLoss):
                 raise ValueError(f"kl must be one number or [{count}], one per completion, got {tuple(kl.shape)}.")
             kl = kl.to(device, wide(kl.dtype)).squeeze()
         groups, _ = self.score(batch)
-        of_groups = [(part.logps, part.ref_logps, part.logits) for part in groups]
-        logps, ref, logits = [torch.cat(values) for values in zip(*of_groups, strict=True)]
+        of_groups = [(group.logps, group.ref_logps, group.logits) for group in groups]
+        logps, ref, logits = map(torch.cat, zip(*of_groups, strict=True))
         rewards = o.beta * (logps - ref)
         shift = self.reward_shift(rewards.detach()) if kl is None else o.beta * kl
         weights = {"desirable_weight": o.desirable_weight, "undesirable_weight": o.undesirable_weight}

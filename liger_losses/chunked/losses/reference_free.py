@@ -255,14 +255,7 @@ class LigerFusedLinearORPOLoss(PreferenceLoss[ORPOMetrics]):
     if not TYPE_CHECKING:  # checkers see that of PreferenceLoss, which has both forms of the call
 
         @operator
-        def forward(
-            self,
-            lin_weight: Any,
-            _input: Any,
-            target: Any,
-            bias: Tensor | None = None,
-            nll_target: Tensor | None = None,
-        ) -> tuple[Tensor, ORPOMetrics]:
+        def forward(self, lin_weight: Any, _input: Any, target: Any, bias: Any = None, nll_target: Any = None) -> Any:
             """Like :meth:`PreferenceLoss.forward`, with ``nll_target`` instead of a reference."""
             return super().forward(lin_weight, _input, target, bias, nll_target=nll_target)
 

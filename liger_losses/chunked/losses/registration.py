@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from liger_losses.checks import check_names, check_new, described
-from liger_losses.chunked.losses import policy_estimates, policy_objectives, policy_tables
+from liger_losses.chunked.losses import policy_estimates, policy_tables
 from liger_losses.chunked.losses.policy import GRPOOptions
+from liger_losses.chunked.losses.policy_objectives import PolicyInputs, PolicyTensors, coupled_terms, policy_terms
 from liger_losses.chunked.losses.policy_tables import LossType, Objective, PolicyOptions
 from liger_losses.kernels.divergence_forms import FORMS, Divergence, Form, finite_logs
 from liger_losses.kernels.divergence_terms import series_of
@@ -95,9 +96,10 @@ def _check_objective(name: str, coupled: bool, defaults: Mapping[str, Any]) -> N
     values = {option: 0.5 if value is Parameter.empty else value for option, value in defaults.items()}
     options = PolicyOptions(loss_type=name, beta=0.0, max_completion_length=_T, objective_options=values)
     leaf = torch.where(mask, logps, 0.0).requires_grad_()
-    tensors: Any = {"old_logps": old, "sampling_logps": old, "prompts": torch.arange(_B) // 2}
-    inputs = policy_objectives.PolicyInputs(options, policy_objectives.PolicyTensors(advantages, mask, **tensors))
-    terms, said = policy_objectives.coupled_terms(leaf, inputs.count()), f"the objective {name!r}"
+    prompts = torch.arange(_B) // 2
+    tensors = PolicyTensors(advantages, mask, old_logps=old, sampling_logps=old, prompts=prompts)
+    inputs, said = PolicyInputs(options, tensors).count(), f"the objective {name!r}"
+    terms = coupled_terms(leaf, inputs)
     if not isinstance(terms, Tensor) or terms.shape not in ((_B, _T), (_B, 1)):
         raise ValueError(f"{said} must return a value for each token, [{_B}, {_T}], got {described(terms)}.")
     terms = torch.where(mask, terms, 0.0)
@@ -113,7 +115,7 @@ def _check_objective(name: str, coupled: bool, defaults: Mapping[str, Any]) -> N
         return
     (first,) = torch.autograd.grad(terms[0, 0], leaf)
     of_first = {name: value[:1, 0] for name, value in inputs.tensors.items()}
-    alone = policy_objectives.policy_terms(leaf[:1, 0], of_first, inputs.options)
+    alone = policy_terms(leaf[:1, 0], of_first, inputs.options)
     first[0, 0] = 0.0
     if first.any() or not torch.allclose(alone, terms[0, :1]):
         raise ValueError(f"{said} depends on other tokens: pass coupled=True.")

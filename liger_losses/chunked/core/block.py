@@ -300,16 +300,11 @@ class Block:
             in_place = kept or self.memory.dtype == self.plan.products.dtype
             out = z if in_place else self.memory.view(self.plan.products.dtype)[:, : self.width]
         softmax, hard = self._of_softmax(upstream)
-        several, selected = kept or of_bias or any(s.phi for s in self._with(upstream)), upstream.keys() & _SELECTED
-        others = "divergence" in upstream or self.epilogue.class_weight is not None
-        if not (several or (selected and others)):
-            if selected:
-                places, values = self._at_selected(upstream, softmax)
-                return self._write_softmax(softmax, out).scatter_(1, places, values.to(out.dtype))
-            if "divergence" not in upstream:
-                return self._write_softmax(softmax, out)
-            if self.common == self.width and (hard is not None or not softmax):
-                return self._write_divergence(upstream["divergence"], hard, out)
+        several = kept or of_bias or upstream.keys() & _SELECTED or any(s.phi for s in self._with(upstream))
+        if not several and "divergence" not in upstream:
+            return self._write_softmax(softmax, out)
+        if not several and self.common == self.width and (hard is not None or not softmax):
+            return self._write_divergence(upstream["divergence"], hard, out)
         parts = row_slices(z, self.plan.scratch_of_terms)
         for at in parts:
             block = self if len(parts) == 1 else self.rows(at)
@@ -350,7 +345,7 @@ class Block:
         rows of the table, by selected columns, and by a divergence."""
         z, epilogue, terms = self.z, self.epilogue, list[Tensor]()
         softmax, hard = self._of_softmax(upstream)
-        selected = self._at_selected(upstream, {}) if upstream.keys() & _SELECTED else None
+        selected = self._at_selected(upstream) if upstream.keys() & _SELECTED else None
         if table := [s for s in self._with(upstream) if s.phi is not None]:
             grad = rows.table_gradient(table, upstream, self.constants, z, epilogue, self.part.vocab_size)
             terms.append(epilogue.transform.chain_(grad, epilogue(z)))
@@ -405,35 +400,20 @@ class Block:
             **self.plan.of_kernels,
         )
 
-    def _at_selected(self, upstream: dict[str, Tensor], softmax: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """The places ``[R, k]`` of selected columns and labels, and their gradient by these terms together, in fp32:
-        terms that cancel are added before they are rounded.
+    def _at_selected(self, upstream: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """The places ``[R, k]`` of selected columns, and what their own terms add to the gradient there.
 
         A column that is not here has the place of another one, to whose gradient it adds nothing.
         """
         ids, terms = self._selected(), torch.stack([upstream[name] for name in upstream.keys() & _SELECTED]).sum(0)
         assert ids is not None
-        if "logp" in softmax:
-            ids = torch.cat([ids, self.part.labels[:, None]], 1)
-            terms = torch.cat([terms, softmax["logp"][:, None]], 1)
-        places, here = self._places(ids)
+        (places, here), transform, logits = (
+            self._places(ids),
+            self.epilogue.transform,
+            self._logits_of(ids, self.epilogue),
+        )
         terms = terms if here is None else torch.where(here, terms, 0.0)
-        z, transform, bias = self.z.gather(1, places), self.epilogue.transform, self.epilogue.bias
-        epilogue = Epilogue(transform, None if bias is None else bias[places])
-        logits = epilogue(z)
-        values = rows.totals(places, terms) * transform.slope(logits) * transform.factor(logits)
-        if softmax:
-            values += softmax_gradient_into(
-                torch.empty_like(z),
-                z,
-                self.constants["lse"],
-                self.part.labels,
-                SoftmaxGradient.of(softmax, self.constants)._replace(label_coef=None),
-                epilogue,
-                vocab_size=self.part.vocab_size,
-                backend="torch",
-            )
-        return places, values
+        return places, rows.totals(places, terms) * transform.slope(logits) * transform.factor(logits)
 
     def _back_to_projections(self) -> None:
         """From the gradient of kept columns' logits at temperature 1 to that of their projections, in place."""

@@ -407,12 +407,9 @@ class Block:
         """
         ids, terms = self._selected(), torch.stack([upstream[name] for name in upstream.keys() & _SELECTED]).sum(0)
         assert ids is not None
-        (places, here), transform, logits = (
-            self._places(ids),
-            self.epilogue.transform,
-            self._logits_of(ids, self.epilogue),
-        )
+        places, here = self._places(ids)
         terms = terms if here is None else torch.where(here, terms, 0.0)
+        transform, logits = self.epilogue.transform, self._logits_of(ids, self.epilogue)
         return places, rows.totals(places, terms) * transform.slope(logits) * transform.factor(logits)
 
     def _back_to_projections(self) -> None:

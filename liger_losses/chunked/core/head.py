@@ -151,9 +151,9 @@ class Head:
             weight = _of_module(weight)
         if not isinstance(weight, Head):
             return cls(weight, bias, transform)
-        if bias is not None and weight.bias is not None:
-            raise ValueError("the bias was given twice: the head has one, and bias= is another; leave bias= out.")
         if bias is not None:
+            if weight.bias is not None:
+                raise ValueError("the bias was given twice: the head has one, and bias= is another; leave bias= out.")
             check_vector("bias", bias, weight.weight)
             weight = weight.with_fields(bias=bias)
         return weight if transform is None else weight.with_fields(transform=_joined(weight.transform, transform))
@@ -179,7 +179,7 @@ class Head:
         transform, weights = self.transform, self.weights
         if isinstance(transform.temperature, Tensor):
             transform = replace(transform, temperature=1.0)
-        if self.adapters and any(adapter.dropout for adapter in self.adapters):
+        if any([adapter.dropout for adapter in self.adapters]):
             hidden_states, columns = side_by_side(hidden_states, self.adapters)
             weights = Concatenated(weights, Dense(columns))
         if transform is self.transform and weights is self.weights:
@@ -286,11 +286,14 @@ def _matrix(weight: Tensor, quantized: QuantizedWeight | None, adapters: tuple[L
     matrix: Weights = Dense(weight) if quantized is None else Quantized(quantized)
     if quantized is not None and weight.shape[1]:  # columns beside it, as of an adapter
         matrix = Concatenated(matrix, Dense(weight))
-    if not adapters:
-        return matrix
-    check_adapters(matrix, adapters)
-    for adapter in () if any(adapter.dropout for adapter in adapters) else adapters:
-        matrix = WithAdapters(matrix, Dense(adapter.b), adapter.a, adapter.scale)
+    drops = any([adapter.dropout for adapter in adapters])
+    for adapter in adapters:
+        if adapter.a.shape[1:] != (matrix.hidden_size,) or adapter.b.shape != (matrix.columns, len(adapter.a)):
+            raise ValueError(
+                f"the adapter's a {tuple(adapter.a.shape)} and b {tuple(adapter.b.shape)} must be [rank, hidden_size] "
+                f"and [vocab_size, rank], for a weight {(matrix.columns, matrix.hidden_size)}."
+            )
+        matrix = matrix if drops else WithAdapters(matrix, Dense(adapter.b), adapter.a, adapter.scale)
     return matrix
 
 
@@ -341,16 +344,6 @@ def _say_what_to_pass(module: nn.Module) -> str:
 
 
 # --- LoRA on a head: its product is added without merging it into the weight -----------------------------------------
-
-
-def check_adapters(base: Weights, adapters: tuple[LowRank, ...]) -> None:
-    """Raise ValueError unless adapters fit the matrix that they are added to."""
-    for adapter in adapters:
-        if adapter.a.shape[1:] != (base.hidden_size,) or adapter.b.shape != (base.columns, len(adapter.a)):
-            raise ValueError(
-                f"the adapter's a {tuple(adapter.a.shape)} and b {tuple(adapter.b.shape)} must be [rank, hidden_size] "
-                f"and [vocab_size, rank], for a weight {(base.columns, base.hidden_size)}."
-            )
 
 
 def side_by_side(hidden_states: Tensor, adapters: tuple[LowRank, ...]) -> tuple[Tensor, Tensor]:

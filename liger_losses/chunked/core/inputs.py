@@ -327,8 +327,7 @@ def kept_statistics(
         raise TypeError(f"support must be a TokenSupport(ids), got {type(support).__name__}.")
     whole = target_of(hidden_states, head, labels, kept=None, sparse_grad=support.sparse_grad)
     support.check(labels, head.weight)
-    if shift:
-        whole = replace(whole, labels=shift_labels(whole.labels, options.ignore_index, shift))
+    whole = replace(whole, labels=shift_labels(whole.labels, options.ignore_index, shift))
     if not is_dynamo_compiling():
         return statistics_of_kept(whole, support, names, options, shift)[0]
     if support.sparse_grad:
@@ -369,13 +368,12 @@ def most_read(vocab_size: int) -> int:
     return max(vocab_size // 160, 64)
 
 
-def _of_all_columns(parts: Sequence[Target], names: Sequence[str], options: EngineOptions) -> list[dict[str, Tensor]]:
+def _of_all_columns(parts: Sequence[Any], names: Sequence[str], options: EngineOptions) -> list[dict[str, Tensor]]:
     """Statistics over kept columns, from their logits among those of all columns."""
-    targets = [replace(p, kept=None, selected=p.kept.clamp(min=0)) for p in parts if p.kept is not None]
+    targets = [replace(part, kept=None, selected=part.kept.clamp(min=0)) for part in parts]
     results = list[dict[str, Tensor]]()
     for part, values in zip(parts, statistics(targets, [SELECTED_LOGITS], options), strict=True):
         kept, logits = part.kept, values["selected_logits"]
-        assert kept is not None
         at_label = logits.masked_fill(kept != part.labels[..., None], 0.0).sum(-1)
         logits = logits.masked_fill((kept < 0) | (logits == -torch.inf), -1e30)  # 0 times -inf is NaN
         lse = logits.logsumexp(-1)
@@ -394,10 +392,8 @@ def _spread(values: Tensor, tokens: Tensor | None, shape: torch.Size) -> Tensor:
 
 
 def padded_parts(support: TokenSupport, whole: Target, ignore_index: int, shift: int) -> list[Target]:
-    """Tokens with kept columns, and tokens without."""
-    ids = support.ids.long()
-    if shift:
-        ids = torch.cat([ids[..., shift:, :], torch.full_like(ids[..., :shift, :], -1)], -2)
+    """Tokens without kept columns, and tokens with some."""
+    ids = shift_labels(support.ids.long().mT, -1, shift).mT.contiguous()
     cut = (ids != -1).any(-1)
     parts = [replace(whole, labels=torch.where(cut, ignore_index, whole.labels))]
     if ids.shape[-1]:
@@ -406,7 +402,7 @@ def padded_parts(support: TokenSupport, whole: Target, ignore_index: int, shift:
 
 
 def ragged_parts(support: TokenSupport, whole: Target, ignore_index: int, shift: int) -> list[Target]:
-    """Active tokens by how many columns they keep, up to powers of two.
+    """Active tokens by how many columns they keep, up to powers of two; first those that keep none.
 
     Raises:
         ValueError: offsets that do not rise from 0 to the number of ids.
@@ -446,30 +442,32 @@ def ragged_parts(support: TokenSupport, whole: Target, ignore_index: int, shift:
 def checked_parts(
     parts: list[Target], whole: Target, support: TokenSupport, options: EngineOptions, shift: int, names: Sequence[str]
 ) -> list[Target]:
-    """The parts, with labels among the kept columns if they are added; without that of all columns if it has no token.
+    """The parts, with labels among the kept columns if they are added; without the first if it has no token.
 
     Raises:
         ValueError: for wrong columns, or for a label that is not among its token's, if it must be; names the first.
     """
-    ignore_index, size = options.ignore_index, whole.vocab_size
-    cut = [part for part in parts if part.kept is not None]
-    wrong = torch.cat(
-        [whole.labels.new_zeros(3, 0, dtype=torch.bool), *[_wrong(part, ignore_index) for part in cut]], 1
-    )
+    ignore_index, size, (uncut, *cut) = options.ignore_index, whole.vocab_size, parts
+    # Tokens with columns outside of the vocabulary, with columns twice, and without their label's.
+    wrong = whole.labels.new_zeros(3, whole.labels.numel(), dtype=torch.bool)
+    for i, part in enumerate(cut):
+        kept: Any = part.kept
+        lacks = ~(kept == part.labels[..., None]).any(-1)
+        of_part = torch.stack([*wrong_columns(kept, size, -1), lacks]) & (part.labels != ignore_index)
+        wrong[:, slice(None) if part.hidden_rows is None else part.hidden_rows] = of_part.flatten(1)
+        if support.add_label:
+            added = torch.where(lacks, part.labels, -1)
+            cut[i] = replace(part, kept=torch.cat([kept, added[..., None]], -1))
     if support.add_label or "logp" not in names:
         wrong[2] = False
-    uncut = torch.stack([(part.labels != ignore_index).sum() for part in parts if part.kept is None]).sum()
-    *numbers, others = start_reading(torch.cat([wrong.sum(1), uncut[None]]), _FACTS)()
+    others = (uncut.labels != ignore_index).sum()
+    *numbers, others = start_reading(torch.cat([wrong.sum(1), others[None]]), _FACTS)()
     if not any(numbers):
         if others and whole.head.batch_invariant and isinstance(whole.head.weights, WithAdapters):
             raise ValueError(NOT_INVARIANT)
-        parts = parts if others or not cut else cut
-        return [_with_label(part) for part in parts] if support.add_label else parts
+        return [uncut, *cut] if others or not cut else cut
     kind = next(kind for kind, number in enumerate(numbers) if number)
-    places = [
-        torch.arange(p.labels.numel(), device=wrong.device) if p.hidden_rows is None else p.hidden_rows for p in cut
-    ]
-    token = int(torch.cat(places)[wrong[kind]].amin())
+    token = int(wrong[kind].int().argmax())
     ids, label = support.row(token + shift), int(whole.labels.flatten()[token])
     where = f"token {token + shift} of the flattened labels"
     if kind == 2:
@@ -488,20 +486,3 @@ def checked_parts(
         f"TokenSupport's ids must be in [0, {size}), the rows of the weight{padding}; {where} has ids from "
         f"{int(ids.amin())} to {int(ids.amax())}."
     )
-
-
-def _with_label(part: Target) -> Target:
-    """Tokens whose columns have their label too."""
-    if part.kept is None:
-        return part
-    there = (part.kept == part.labels[..., None]).any(-1)
-    return replace(part, kept=torch.cat([part.kept, torch.where(there, -1, part.labels)[..., None]], -1))
-
-
-def _wrong(part: Target, ignore_index: int) -> Tensor:
-    """``[3, T]``: tokens with columns outside of the vocabulary, with columns twice, and without their label's."""
-    assert part.kept is not None
-    lacks = ~(part.kept == part.labels[..., None]).any(-1)
-    return (
-        torch.stack([*wrong_columns(part.kept, part.vocab_size, -1), lacks]) & (part.labels != ignore_index)
-    ).flatten(1)

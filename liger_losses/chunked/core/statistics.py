@@ -226,10 +226,10 @@ def named(values: Mapping[str, Tensor], names: Sequence[str] = ()) -> Statistics
 def check_asked(targets: Sequence[Any], names: Sequence[str], metrics: Sequence[str]) -> None:
     """Raise ValueError for names that are no statistics of the targets, differentiable ones first."""
     target, of_users = targets[0], registered(names)
-    has = {"selected_logps": target.selected is not None, "divergence": target.teacher is not None}
-    both = [name for name, there in has.items() if there]
+    selected = target.selected is not None
+    both = ["selected_logps"] * selected + ["divergence"] * (target.teacher is not None)
     known = [*both, *[name for name in OF_KERNELS if name != "argmax"]]
-    others = [*["columns"] * isinstance(target.selected, int), *["rest"] * has["selected_logps"], *both, *OF_KERNELS]
+    others = [*["columns"] * isinstance(target.selected, int), *["rest"] * selected, *both, *OF_KERNELS]
     if of_users and target.head.batch_invariant:
         raise ValueError(
             f"{', '.join(of_users)}: a registered statistic is summed in an order that depends on the batch; use a "

@@ -179,7 +179,7 @@ class Head:
         transform, weights = self.transform, self.weights
         if isinstance(transform.temperature, Tensor):
             transform = replace(transform, temperature=1.0)
-        if any([adapter.dropout for adapter in self.adapters]):
+        if any(adapter.dropout for adapter in self.adapters):
             hidden_states, columns = side_by_side(hidden_states, self.adapters)
             weights = Concatenated(weights, Dense(columns))
         if transform is self.transform and weights is self.weights:
@@ -286,7 +286,7 @@ def _matrix(weight: Tensor, quantized: QuantizedWeight | None, adapters: tuple[L
     matrix: Weights = Dense(weight) if quantized is None else Quantized(quantized)
     if quantized is not None and weight.shape[1]:  # columns beside it, as of an adapter
         matrix = Concatenated(matrix, Dense(weight))
-    drops = any([adapter.dropout for adapter in adapters])
+    drops = any(adapter.dropout for adapter in adapters)
     for adapter in adapters:
         if adapter.a.shape[1:] != (matrix.hidden_size,) or adapter.b.shape != (matrix.columns, len(adapter.a)):
             raise ValueError(
@@ -351,7 +351,7 @@ def side_by_side(hidden_states: Tensor, adapters: tuple[LowRank, ...]) -> tuple[
     autocast = None if hidden_states.dtype == torch.float64 else autocast_dtype(hidden_states.device)
     parts, dtype = [hidden_states], autocast or hidden_states.dtype
     for adapter in adapters:
-        dropped = F.dropout(hidden_states, adapter.dropout) if adapter.dropout else hidden_states
+        dropped = F.dropout(hidden_states, adapter.dropout)  # itself where nothing is dropped
         parts.append(F.linear(dropped.to(adapter.a.dtype), adapter.a) * adapter.scale)
     # Adapters may be wider than the model, as PEFT's are: they are rounded to the dtype in which products are taken.
     hidden, columns = torch.cat([part.to(dtype) for part in parts], -1), [adapter.b for adapter in adapters]

@@ -18,10 +18,10 @@ from liger_losses import (
     linear_statistics,
     linear_token_loss,
 )
-from liger_losses.chunked.core import Target, block, stream
+from liger_losses.chunked.core import block, stream
 from liger_losses.chunked.core.ranks import Ranks
 from liger_losses.chunked.core.statistics import asked_for
-from liger_losses.chunked.core.target import Counted
+from liger_losses.chunked.core.target import Counted, Target
 from tests.kernels.cases import DEVICE
 from tests.reference import Int8Weight, problem, relative_error
 from tests.results.test_work import Work

@@ -198,11 +198,11 @@ class _Part:
     def token_loss(self) -> TokenLoss:
         """The losses of the tokens. What has no weight takes no part in the gradient products."""
         live = None if self.token_weights is None else self.token_weights != 0
-        return TokenLoss(loss_of_terms, self._scaled, self.options, live)
 
-    def _scaled(self) -> dict[str, Tensor]:
-        """The same times the weight of the head."""
-        return {n: t if t.dim() or self.scale == 1.0 else t * self.scale for n, t in self.inputs().items()}
+        def scaled() -> dict[str, Tensor]:
+            return {n: t if t.dim() or self.scale == 1.0 else t * self.scale for n, t in self.inputs().items()}
+
+        return TokenLoss(loss_of_terms, scaled, self.options, live)
 
     def losses(self, values: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """The loss and the z-loss ``[...]`` of the tokens over the denominators, 0 for ignored ones."""
@@ -465,7 +465,16 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss, Generic[R]):
             inputs = {} if weights is None else {"token_weights": weights}
             if classes is not None:
                 inputs["label_weights"] = classes[labels.where(mask, 0).clamp(0, len(classes) - 1)]
-            totals = self._denominators(mask, items, inputs, wide(target.hidden.dtype))
+            dtype, counted = wide(target.hidden.dtype), [mask]
+            for factor in (
+                inputs.values() if o.reduction == "mean" and items is None else ()
+            ):  # of tokens, then of labels
+                counted.append(counted[-1] * factor.to(torch.promote_types(factor.dtype, dtype)))
+            # What the cross-entropy is divided by; and the z-loss, if that is another number.
+            counted = counted[:-3:-1] if classes is not None else counted[-1:]
+            totals = [mask.new_ones((), dtype=dtype)]
+            if o.reduction == "mean":
+                totals = [self.divisor(number, items).to(dtype) for number in counted]
             return inputs | {n: total.reciprocal() for n, total in zip(("ce_scale", "z_scale"), totals, strict=False)}
 
         smoothing = o.label_smoothing * (size / max(size - 1, 1) if o.smooths_others else 1.0)
@@ -497,15 +506,3 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss, Generic[R]):
         if o.return_predicted_tokens:
             predicted = torch.where(part.mask, values["argmax"], -1)
         return CrossEntropyOutput(loss, z_loss if o.return_z_loss else None, accuracy, predicted)
-
-    def _denominators(self, mask: Tensor, items: Any, inputs: Mapping[str, Tensor], dtype: torch.dtype) -> list[Tensor]:
-        """What the cross-entropy is divided by, 0-dim; and the z-loss, if that is another number."""
-        if self.settings.reduction != "mean":
-            return [torch.ones((), dtype=dtype, device=mask.device)]
-        if items is not None:
-            return [self.divisor(mask, items).to(dtype)]
-        counted = [mask]
-        for weights in inputs.values():  # of tokens, then of labels; in fp32 at least, or fp64 if one of them is
-            counted.append(counted[-1] * weights.to(torch.promote_types(weights.dtype, dtype)))
-        differ = "label_weights" in inputs
-        return [self.divisor(number, None).to(dtype) for number in (counted[:-3:-1] if differ else counted[-1:])]

@@ -402,9 +402,10 @@ class CompletionLoss(ChunkedLoss):
         if batch.ref_head is not None:
             reference = batch.of_groups(batch.reference_logps(o.engine, targets))
         else:  # which may be anything at tokens without loss
-            constants = [None if ref is None else ref.detach() for ref in batch.ref_logps]
-            masked = zip(constants, masks, strict=True)
-            reference = [ref if ref is None or ref.dim() == 1 else ref.where(mask, 0.0) for ref, mask in masked]
+            reference = [
+                ref if ref is None else (ref if ref.dim() == 1 else ref.where(mask, 0.0)).detach()
+                for ref, mask in zip(batch.ref_logps, masks, strict=True)
+            ]
         if o.group is not None:
             ref_dims = [None if logps is None else logps.dim() for logps in reference]
             facts = {"sequences": [len(part.labels) for part in batch.parts], "dimensions of ref_logps": ref_dims}

@@ -273,8 +273,7 @@ class PreferenceLoss(CompletionLoss, Generic[M]):
             chosen_logps, rejected_logps, *rewards = of_pairs.to(chosen_nll.dtype).unbind()
             means = [side.logits / count for side, count in zip(sides, counts, strict=True)]
             values = (chosen_logps, rejected_logps, *means, chosen_nll.detach(), *rewards)
-            metrics = PreferenceMetrics(*values)
-        return self.result(loss.to(chosen_nll.dtype), pairs, metrics)
+        return self.result(loss.to(chosen_nll.dtype), pairs, PreferenceMetrics(*values))
 
     def _nll_labels(self, nll_target: Tensor, chosen: Tensor) -> Tensor:
         """The labels of the likelihood, in the shape of the chosen completions' labels."""

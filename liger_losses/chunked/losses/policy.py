@@ -301,7 +301,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
             ref_logps=ref_per_token_logps,
             sampling_logps=sampling_per_token_logps,
             is_ratio=vllm_is_ratio,
-            sampler_topk_logps=None if sampler_topk is None else sampler_topk.logps,
+            sampler_topk_logps=getattr(sampler_topk, "logps", None),
             num_items_in_batch=num_items_in_batch,
             prompts=prompts,
             group=o.group,

@@ -285,8 +285,9 @@ def vespo_weights(
             (correction,) = sum_over_group(group, torch.where(mask != 0, correction, 0.0).sum(-1, keepdim=True))
         total = total + correction
     log_w = total.clamp(lowest, highest)
-    k = torch.where(advantages >= 0, o.vespo_k_pos, o.vespo_k_neg)
-    rate = torch.where(advantages >= 0, o.vespo_lambda_pos, o.vespo_lambda_neg).clamp(min=1e-4)
+    gains = advantages >= 0
+    k = torch.where(gains, o.vespo_k_pos, o.vespo_k_neg)
+    rate = torch.where(gains, o.vespo_lambda_pos, o.vespo_lambda_neg).clamp(min=1e-4)
     return (rate + k * log_w - rate * log_w.exp()).exp()
 
 

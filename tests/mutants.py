@@ -11,6 +11,7 @@ import argparse
 import ast
 import contextlib
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -18,7 +19,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 #: The longest that the tests of one mutant may take, in seconds: some make a program wait for ever.
@@ -121,46 +121,21 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
 }  # fmt: skip
 
 
-class Mutant(NamedTuple):
-    module: str
-    place: str
-    old: str
-    new: str
-    tests: str
-
-    @property
-    def file(self) -> str:
-        return f"liger_losses/{self.module.replace('.', '/')}.py"
-
-    def applied(self) -> str:
-        """The module's text with the first such text of the place changed.
-
-        Raises:
-            LookupError: the module has no such place, or the place no such text.
-        """
-        text = (ROOT / self.file).read_text()
-        found: list[ast.AST] = [ast.parse(text)]
-        for name in self.place.split("."):
-            found = [child for node in found for child in ast.iter_child_nodes(node) if name in _names(child)]
-        lines = text.splitlines(keepends=True)
-        for node in found:
-            part = "".join(lines[node.lineno - 1 : node.end_lineno])
-            if self.old in part:
-                return text.replace(part, part.replace(self.old, self.new, 1))
-        raise LookupError(f"{self.module} has no {self.place}, or nothing there is {self.old!r}.")
+def changed(module: str, place: str, old: str, new: str) -> tuple[str, str]:
+    """A module's file, and its text with the first such text of the place changed."""
+    file = f"liger_losses/{module.replace('.', '/')}.py"
+    text = (ROOT / file).read_text()
+    nodes: list[ast.AST] = [ast.parse(text)]
+    for name in place.split("."):
+        children = [child for node in nodes for child in ast.iter_child_nodes(node)]
+        nodes = [child for child in children if re.match(rf"(@.*\n)*((def|class) )?{name}\b", ast.unparse(child))]
+    parts = ["".join(text.splitlines(keepends=True)[node.lineno - 1 : node.end_lineno]) for node in nodes]
+    parts = [part for part in parts if old in part]
+    assert parts, f"{module} has no {place}, or nothing there is {old!r}."
+    return file, text.replace(parts[0], parts[0].replace(old, new, 1))
 
 
-def _names(node: ast.AST) -> list[str]:
-    """What a statement defines."""
-    targets = getattr(node, "targets", [getattr(node, "target", None)])
-    return [getattr(node, "name", ""), *(getattr(target, "id", "") for target in targets)]
-
-
-def mutants() -> list[Mutant]:
-    return [Mutant(*place, tests) for tests, places in MUTANTS.items() for place in places]
-
-
-def outcome(tests: list[str], file: str = "", text: str = "") -> tuple[int | None, list[str]]:
+def outcome(tests: list[str], file: str = "", text: str = "") -> tuple[int | None, str]:
     """Pytest's exit status (none after the limit) and what it said, in a copy of what tests need, where a file has
     another text."""
     with tempfile.TemporaryDirectory() as name:
@@ -176,23 +151,8 @@ def outcome(tests: list[str], file: str = "", text: str = "") -> tuple[int | Non
         environment = {**os.environ, "PYTHONPATH": name}
         with contextlib.suppress(subprocess.TimeoutExpired):
             done = subprocess.run(command, cwd=name, env=environment, capture_output=True, text=True, timeout=LIMIT)
-            return done.returncode, done.stdout.splitlines()
-        return None, []
-
-
-def result_of(mutant: Mutant) -> tuple[str, str]:
-    """What is said of it, and the test that caught it, if one did."""
-    try:
-        text = mutant.applied()
-    except LookupError as error:
-        return f"NOT MADE: {error}", ""
-    status, said = outcome(shlex.split(mutant.tests), mutant.file, text)
-    failed = [line.removeprefix("FAILED ").partition(" - ")[0] for line in said if line.startswith("FAILED ")]
-    if status == 1 and failed:
-        return f"caught by {failed[0].partition('::')[2][:100]}", failed[0]
-    if status is None:
-        return f"caught: it takes more than {LIMIT} s", ""
-    return "NOT CAUGHT" if status == 0 else f"no test ran ({status}): {said[-3:]}", ""
+            return done.returncode, done.stdout
+        return None, f"it takes more than {LIMIT} s"
 
 
 def main() -> int:
@@ -200,17 +160,22 @@ def main() -> int:
     parser.add_argument("which", nargs="*", help="numbers, or parts of places' names; all mutants by default")
     which = parser.parse_args().which
     os.environ.update(OMP_NUM_THREADS="1", TRITON_INTERPRET="1", PYTHONDONTWRITEBYTECODE="1")
-    caught, tests, chosen = 0, set[str](), list(enumerate(mutants()))
-    chosen = [(i, m) for i, m in chosen if not which or any(w == str(i) or w in f"{m.module}.{m.place}" for w in which)]
-    for i, mutant in chosen:
-        start, (result, test) = time.monotonic(), result_of(mutant)
-        caught += result.startswith("caught")
-        tests |= {test} - {""}
-        print(f"{i:2} {mutant.module}.{mutant.place}: {result} ({time.monotonic() - start:.0f} s)", flush=True)
-    print(f"{caught} of {len(chosen)} are caught.")
-    status, said = outcome(sorted(tests)) if tests else (0, [])
-    print(*(said if status else ["These tests pass without the breaks."]), sep="\n")
-    return int(caught < len(chosen) or status != 0)
+    missed, caught_by = 0, set[str]()
+    mutants = [(tests, place) for tests, places in MUTANTS.items() for place in places]
+    for i, (tests, (module, place, *texts)) in enumerate(mutants):
+        if which and not any(word == str(i) or word in f"{module}.{place}" for word in which):
+            continue
+        start, (status, said) = time.monotonic(), outcome(shlex.split(tests), *changed(module, place, *texts))
+        failed = re.findall(r"^FAILED (.+?)(?: - |$)", said, re.MULTILINE)
+        caught = status is None or (status == 1 and failed)
+        caught_by |= {*failed}
+        missed += not caught
+        result = f"caught by {(failed or [said])[0]}" if caught else f"NOT CAUGHT ({status}): {said[-300:]}"
+        print(f"{i:2} {module}.{place}: {result} ({time.monotonic() - start:.0f} s)", flush=True)
+    print(f"{missed} of them are not caught.")
+    status, said = outcome(sorted(caught_by)) if caught_by else (0, "")
+    print(said if status else "These tests pass without the breaks.")
+    return int(missed > 0 or status != 0)
 
 
 if __name__ == "__main__":

@@ -112,6 +112,7 @@ test-integrations: integrations
 	OMP_NUM_THREADS=1 .venv/test/bin/python -m pytest -q -n 2 -rs tests/integrations/test_real.py $(ARGS)
 
 notebook: .venv/test/ready
+	$(call PIP,test) nbclient ipykernel
 	.venv/test/bin/python -m tests.project.test_notebook
 
 pyright: .venv/test/ready

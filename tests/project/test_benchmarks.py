@@ -39,13 +39,6 @@ def test_a_benchmark_runs(name, tmp_path, monkeypatch, capsys):
     assert printed in capsys.readouterr().out
 
 
-def test_results_begin_with_date_commit_command_and_device():
-    for path in (ROOT / "benchmarks" / "results").glob("*.txt"):
-        first, second = path.read_text().splitlines()[:2]
-        assert re.match(r"20\d\d-\d\d-\d\d.*, commits? [0-9a-f]{7,}.*: python -m ", first), path.name
-        assert second.startswith("device "), path.name
-
-
 @pytest.mark.parametrize("page", ["README.md", *(f"docs/{name}.md" for name in ("performance", "memory", "trl"))])
 def test_numbers_in_tables_are_in_the_files_of_results(page):
     """Cells that are a number; thousands as `49.0k`, and MiB as GiB."""

@@ -15,7 +15,6 @@ import importlib.machinery
 import importlib.util
 import os
 import pathlib
-import re
 import sys
 import tempfile
 import types
@@ -29,9 +28,8 @@ import torch.nn.functional as F
 
 from liger_losses.integrations.replacements import announce
 from tests.integrations.models import is_patched, llama
-from tests.models import without_logits
 from tests.project.test_docs import blocks_of
-from tests.reference import problem
+from tests.reference import assert_close_gradients, problem
 from tests.seam import engine_calls
 
 
@@ -246,34 +244,6 @@ def verl_hidden_states():
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def verl_one_forward():
-    """The page's settings: the gradient of verl's clipped loss, whose old log-probabilities are the policy's."""
-    stand_in(*_VERL)
-    from verl.trainer.config.algorithm import RolloutCorrectionConfig
-    from verl.trainer.ppo import core_algos
-    from verl.trainer.ppo import rollout_corr_helper as helper
-
-    sys.modules["omegaconf"].open_dict = contextlib.nullcontext  # which the helper imports
-    page = (pathlib.Path(__file__).parents[2] / "docs" / "integrations.md").read_text()
-    settings = dict(re.findall(r"algorithm\.rollout_correction\.(\w+)=(\w+)", page))
-    correction = RolloutCorrectionConfig(**settings)
-    policy, sampler, advantages = torch.randn(3, 4, 6, generator=torch.Generator().manual_seed(0)).neg().unbind()
-    mask, policy = torch.arange(6) < torch.arange(3, 7)[:, None], policy.requires_grad_()
-    batch, policy_loss = types.SimpleNamespace(batch={"rollout_log_probs": sampler}), {}
-    helper.apply_bypass_mode(batch, settings, policy_loss)
-    config = mock.Mock(clip_ratio=0.2, clip_ratio_low=None, clip_ratio_high=None, global_batch_info={})
-    config.get, config.policy_loss = lambda name, default=None: default, {"rollout_correction": vars(correction)}
-    loss = core_algos.get_policy_loss_fn(policy_loss["loss_mode"])
-    found, _ = loss(batch.batch["old_log_probs"], policy, advantages, mask, config=config)
-    of_ratios = policy.detach(), sampler, mask, settings["rollout_is"]
-    weights, *_ = helper.compute_rollout_correction_and_rejection_mask(*of_ratios)
-    weights = weights.batch["rollout_is_weights"]
-    assert weights[mask].unique().numel() > 5
-    clipped = core_algos.compute_policy_loss_vanilla
-    expected, _ = clipped(policy.detach(), policy, advantages, mask, config=config, rollout_is_weights=weights)
-    torch.testing.assert_close(*(torch.autograd.grad(value, policy) for value in (found, expected)))
-
-
 def torchtitan():
     stand_in("torch_checkpointing", "torchdata")
     from torchtitan.components.loss import ChunkedLossWrapper
@@ -462,12 +432,9 @@ def axolotl_losses():
 
 
 def llamafactory_losses():
-    """LLaMA-Factory's DFT and EAFT, from the source of their module, which would import all of it; and its ASFT in its
-    trainer, and a loss that equals it."""
-    import transformers
-
+    """LLaMA-Factory's DFT and EAFT, from the source of their module, which would import all of it; and a loss that
+    equals its ASFT."""
     from liger_losses import LigerFusedLinearKLLoss, Teacher, loss_inputs
-    from liger_losses.integrations import loading
 
     (folder,) = importlib.util.find_spec("llamafactory").submodule_search_locations
     names = "dft_loss_func", "_dft_cross_entropy", "eaft_loss_func", "_eaft_cross_entropy", "asft_loss_func"
@@ -480,25 +447,8 @@ def llamafactory_losses():
     expected = found["asft_loss_func"](model(ids), labels, reference(ids).logits)
     inputs, (head, states, _) = (loss_inputs(m, input_ids=ids, labels=labels) for m in (model, reference))
     loss, _ = LigerFusedLinearKLLoss(1.0, 0.1, token_scaling="probability")(*inputs, Teacher(states, head))
-    compute = functions_of(
-        pathlib.Path(folder, "train", "sft", "trainer.py"),
-        ("compute_loss",),
-        {**found, "override": lambda method: method},
-    )
-    methods = {"compute_loss": compute["compute_loss"], "finetuning_args": mock.Mock(use_asft_loss=True)}
-    trainer_class = type("CustomSeq2SeqTrainer", (transformers.Trainer,), methods)
-    with tempfile.TemporaryDirectory() as folder, loading.patched_loading():
-        patched = type(model)._from_config(model.config)
-        patched.load_state_dict(model.state_dict())
-        trainer = trainer_class(patched, transformers.TrainingArguments(folder, report_to=[], use_cpu=True))
-        trainer.compute_loss_func, trainer.ref_model = found["asft_loss_func"], type(model)._from_config(model.config)
-        trainer.ref_model.load_state_dict(reference.state_dict())
-        with without_logits():
-            of_trainer = trainer.training_step(patched, {"input_ids": ids, "labels": labels})
-    torch.testing.assert_close([loss, of_trainer], [expected, expected.detach()])
-    pair = [torch.autograd.grad(value, list(model.parameters())) for value in (loss, expected)]
-    torch.testing.assert_close(*pair, rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(tuple(p.grad for p in patched.parameters()), pair[1], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(loss, expected)
+    assert_close_gradients(loss, expected, list(model.parameters()), rtol=1e-4, atol=1e-6)
 
 
 def axolotl():

@@ -13,7 +13,6 @@ FOLDER = pathlib.Path(os.environ.get("INTEGRATIONS", ROOT / ".venv/integrations"
 CHECKS = {
     "verl_engine": "verl",
     "verl_hidden_states": "verl",
-    "verl_one_forward": "verl",
     "torchtitan": "torchtitan",
     "megatron": "megatron-core",
     "slime": "megatron-core",

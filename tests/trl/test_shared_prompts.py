@@ -198,23 +198,6 @@ def test_unasked_prompts_are_shared_where_that_saves_a_fifth(runs, suits, tmp_pa
     assert not [w for w in recwarn if "prompts" in str(w.message)]
 
 
-@pytest.mark.parametrize("asked", [True, None])
-def test_all_processes_try_in_the_first_forward(asked, suits, tmp_path, monkeypatch):
-    """A model that cannot run packed rows may run twice, once for each: in the same forward of all processes, which has
-    no other batch than others have, nor gradients."""
-    tried, attending = [], attention.attending
-
-    def watched(model, packed, **options):
-        tried.append((packed.tokens, torch.is_grad_enabled()))
-        return attending(model, packed, **options)
-
-    monkeypatch.setattr(attention, "attending", watched)
-    model = model_of(tmp_path, asked)
-    for arguments in (POSITIONS, {}) * 2:
-        logps(model, SAVES, **arguments)
-    assert tried == [(2, False)]
-
-
 #: Of a small model in half precision on a GPU: its family and options, what differs, and whether prompts are shared.
 SUITS = [
     ("llama", {}, {}, True),

@@ -4,23 +4,19 @@ trainers must train as they do without this library.
 DeepSpeed is not among the project's dependencies: ``make test-zero`` installs it beside them and runs these.
 """
 
-import faulthandler
 import gc
 import itertools
-import os
-import pathlib
 import socket
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 pytest.importorskip("trl", reason="TRL is not installed")
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed, so ZeRO-3 is not tested: run `make test-zero`")
 
-from tests.processes import case_named, leave
+from tests.processes import case_named, start
 from tests.trl.test_distributed import KINDS, LEARNING_RATE, ROWS, WORLD, assert_close, llama, plain_loss
 
 #: Tied weights, gradient checkpointing, and the smallest weights that are split.
@@ -116,26 +112,22 @@ def train_models(rank, directory):
             run_case(rank, *case, kind)
 
 
-def work(rank, run, port, directory):
-    faulthandler.enable()
-    torch.set_num_threads(1)
-    where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": WORLD, "LOCAL_SIZE": WORLD, "LOCAL_WORLD_SIZE": WORLD}
-    os.environ.update({key: str(value) for key, value in where.items()})
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), DS_ACCELERATOR="cpu")
+def work(rank, run, directory):
     import deepspeed
 
     deepspeed.init_distributed("gloo", timeout=timedelta(seconds=180))
-    run(rank, pathlib.Path(directory))
+    run(rank, directory)
     gc.collect()
     dist.barrier()
     dist.destroy_process_group()
-    leave()
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("run", [train_models, train_trainers])
-def test_training_on_two_processes(run, tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
+def test_training_on_two_processes(run, tmp_path, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    mp.spawn(work, (run, port, str(tmp_path)), nprocs=WORLD)
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "DS_ACCELERATOR": "cpu"}
+    for name, value in (variables | {"LOCAL_SIZE": WORLD, "LOCAL_WORLD_SIZE": WORLD}).items():
+        monkeypatch.setenv(name, str(value))
+    start(work, WORLD, tmp_path, run, tmp_path, method="spawn", backend=None)

@@ -98,25 +98,28 @@ def test_head_and_hidden_states_may_come_in_either_order(name):
         assert value == loss(**OPTIONS.get(name, {}))(**mixed, labels=y, **more)[0]
 
 
-@pytest.mark.parametrize("name", ["token_weights", "weights", "sample_weights", "ref_logps", "advantages"])
+#: By what is constant, its shape and a call that takes it.
+CONSTANTS = {
+    "token_weights": ((2, 5), lambda h, w, y, t: CE()(w, h, y, token_weights=t)),
+    "weights": ((2, 5, 3), lambda h, w, y, t: linear_labels_loss(h, w, y[..., None].expand(2, 5, 3), t)),
+    "sample_weights": (2, lambda h, w, y, t: KTO()(w, (h, y), preference_labels=t > 2, kl=0.0, sample_weights=t)),
+    "ref_logps": (
+        2,
+        lambda h, w, y, t: DPO()(w, Completions(h, y, ref_logps=t), Completions(h, y, ref_logps=t.detach())),
+    ),
+    "advantages": (2, lambda h, w, y, t: GRPO(beta=0.0)(h, w, y, torch.ones(2, 5), t)),
+}
+
+
+@pytest.mark.parametrize("name", CONSTANTS)
 def test_a_constant_that_requires_a_gradient_is_warned_of(name, recwarn):
-    hidden, weight, labels, _ = problem(shape=(2, 5), masked=0.0)
-    shapes = {"token_weights": (2, 5), "weights": (2, 5, 3)}
-    constant = torch.rand(shapes.get(name, (2,)), requires_grad=True)
-    calls = {
-        "token_weights": lambda t: CE()(weight, hidden, labels, token_weights=t),
-        "weights": lambda t: linear_labels_loss(hidden, weight, labels[..., None].expand(2, 5, 3), t),
-        "sample_weights": lambda t: KTO()(weight, (hidden, labels), preference_labels=t > 2, kl=0.0, sample_weights=t),
-        "ref_logps": lambda t: DPO()(
-            weight, *(Completions(hidden, labels, ref_logps=each) for each in (t, t.detach()))
-        ),
-        "advantages": lambda t: GRPO(beta=0.0)(hidden, weight, labels, torch.ones(2, 5), t),
-    }
-    calls[name](constant.detach())
+    (shape, call), inputs = CONSTANTS[name], problem(shape=(2, 5), masked=0.0)[:3]
+    constant = torch.rand(shape, requires_grad=True)
+    call(*inputs, constant.detach())
     with torch.no_grad():
-        calls[name](constant)
+        call(*inputs, constant)
     assert not recwarn.list
-    calls[name](constant)
+    call(*inputs, constant)
     (warning,) = recwarn.list
     assert str(warning.message).startswith(f"{name} requires a gradient, but gets none")
     assert warning.filename == __file__

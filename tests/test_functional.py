@@ -9,12 +9,6 @@ from tests.reference import assert_close_gradients
 B = 5
 
 
-def test_dpo_loss_of_several_types():
-    logps = torch.randn(4, B, generator=torch.Generator().manual_seed(1)).double()
-    types = {"loss_type": ("sigmoid", "sft"), "loss_weights": (0.8, 0.1), "chosen_nll": torch.tensor(0.7)}
-    torch.testing.assert_close(functional.dpo_loss(*logps, **types), 0.8 * functional.dpo_loss(*logps) + 0.07)
-
-
 @pytest.mark.parametrize("kind", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
 def test_one_forward_gives_the_old_policy_and_the_samplers_weights(kind):
     g = torch.Generator().manual_seed(2)

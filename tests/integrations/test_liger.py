@@ -308,11 +308,8 @@ def test_fused_linear_kl_div(installed, reduction, divisor):
         ({"target": torch.ones(8, 17)}, "target must be [6, 17], one per row of student_input and student_weight, got"),
         ({"target": torch.ones(6, 9)}, "target must be [6, 17], one per row of student_input and student_weight, got"),
         ({"target": torch.ones(6, 17, device="meta")}, "target is on meta"),
-        ({"target": [[1.0] * 17] * 6}, "target must be a tensor, got list; pass torch.tensor(target)"),
         ({"student_input": [1.0]}, "student_input must be a tensor, got list"),
         ({"student_input": torch.ones(8), "target": torch.ones(17)}, "For one token, pass hidden_states[None]"),
-        ({"student_weight": torch.ones(17, 9)}, "hidden_states must be [..., 9] to fit the weight (17, 9)"),
-        ({"shift_labels": [1]}, "labels must be a tensor, got list"),
         ({"shift_labels": torch.ones(6, dtype=torch.bool)}, "labels must be int64"),
     ],
 )
@@ -333,11 +330,9 @@ def test_losses_of_logits_stay_liger_kernels(installed):
     from liger_kernel.transformers.grpo_loss import triton_grpo_loss
 
     names = "CrossEntropyLoss", "JSD", "KLDIVLoss", "TVDLoss", "FusedCETVDLoss", "VocabParallelCrossEntropy"
-    functions = [
-        getattr(transformers.functional, f"liger_{name}") for name in ("cross_entropy", "jsd", "kl_div", "tvd")
-    ]
-    others = dispatched.cross_entropy, LigerMegatronCrossEntropy, triton_grpo_loss
-    for value in (*(getattr(transformers, f"Liger{name}") for name in names), *functions, *others):
+    values = [getattr(transformers, f"Liger{name}") for name in names]
+    values += [getattr(transformers.functional, f"liger_{name}") for name in ("cross_entropy", "jsd", "kl_div", "tvd")]
+    for value in (*values, dispatched.cross_entropy, LigerMegatronCrossEntropy, triton_grpo_loss):
         assert value.__module__.startswith("liger_kernel.")
 
 

@@ -230,17 +230,20 @@ def test_attention_dropout_is_refused_in_training():
     shared(model.eval(), *drawn(0))
 
 
-def test_a_model_that_bypasses_the_interface_is_refused(monkeypatch):
-    model = family("llama")
-    monkeypatch.setattr(type(model.model), "_can_set_attn_implementation", lambda model: False)
-    with pytest.raises(CannotShareError, match="its attention does not use transformers' AttentionInterface"):
-        shared(model, *drawn(0))
+LLAMA = "transformers.models.llama.modeling_llama"
 
 
-@pytest.mark.parametrize("mask", [None, torch.ones(256, 256).triu(1).mul(-1e9)[None, None]], ids=["none", "causal"])
-def test_a_model_that_makes_its_mask_by_itself_is_refused(mask, monkeypatch):
-    monkeypatch.setattr("transformers.models.llama.modeling_llama.create_causal_mask", lambda **_: mask)
-    with pytest.raises(CannotShareError, match="of its 2 layers, 0 took their attention and its mask from"):
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("LlamaModel._can_set_attn_implementation", False, "its attention does not use transformers' AttentionInter"),
+        ("create_causal_mask", None, "of its 2 layers, 0 took their attention and its mask from"),
+        ("create_causal_mask", torch.ones(256, 256).triu(1).mul(-1e9)[None, None], "of its 2 layers, 0 took their"),
+    ],
+)
+def test_a_model_that_bypasses_the_interface_is_refused(name, value, message, monkeypatch):
+    monkeypatch.setattr(f"{LLAMA}.{name}", lambda *_, **__: value)
+    with pytest.raises(CannotShareError, match=message):
         shared(family("llama", "sdpa"), *drawn(0))
 
 

@@ -6,13 +6,13 @@ whose names are empty classes: none of them computes anything that is compared h
 """
 
 import ast
-import collections
 import contextlib
 import functools
 import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import inspect
 import os
 import pathlib
 import sys
@@ -499,67 +499,28 @@ def llamafactory():
 
 
 def functions_of(path, names, known):
-    """Functions, methods too, of a source file, beside names that it imports."""
+    """Functions of a source file, beside names that it imports."""
     tree = ast.parse(path.read_text())
     found = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name in names]
     exec("from __future__ import annotations\n" + "\n".join(map(ast.unparse, found)), known)
     return known
 
 
-def trainer_of_swift(name, methods, **names):
-    """An object with methods from the source of one of ms-swift's trainers, whose module would import all of it."""
-    (folder,) = importlib.util.find_spec("swift").submodule_search_locations
-    names |= {"torch": torch, "nullcontext": contextlib.nullcontext, "profiling_decorator": lambda method: method}
-    names |= {"is_peft_model": lambda model: False, "gather_object": list, "_ForwardRedirection": object}
-    names = functions_of(pathlib.Path(folder, "rlhf_trainers", f"{name}.py"), methods, names)
-    trainer = type(name, (), {method: names[method] for method in methods})()
-    metrics = {"train": collections.defaultdict(list)}
-    trainer.accelerator = types.SimpleNamespace(gather_for_metrics=torch.as_tensor, unwrap_model=lambda model: model)
-    trainer.args, trainer._metrics = mock.Mock(use_liger_kernel=True, sft_alpha=0, offload_teacher_model=False), metrics
-    trainer.template = trainer.control = types.SimpleNamespace(padding_free=False, should_evaluate=False)
-    return trainer
-
-
 def swift():
-    """The steps of ms-swift's GRPO and GKD trainers that call liger-kernel's losses."""
-    from liger_losses.integrations import liger
+    """The steps of ms-swift's GRPO and GKD trainers that call liger-kernel's losses: this library's take each keyword.
+    Their results are compared in test_liger.py."""
+    from liger_losses.integrations.liger.chunked import LOSSES
 
-    model, teacher = llama(), llama()
-    teacher.lm_head.weight.data.mul_(2)
-    ids = torch.arange(5, 23).view(2, 9)
-    labels, inputs = ids.clone(), {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    labels[:, :3] = -100
-    normal = torch.Generator().manual_seed(0)
-    old, reference = -torch.rand(2, 5, generator=normal), -torch.rand(2, 5, generator=normal)
-
-    def grpo():
-        methods = ("_prepare_liger_loss", "compute_liger_loss", "_get_last_hidden_state")
-        trainer = trainer_of_swift("grpo_trainer", methods)
-        options = {"beta": 0.1, "epsilon_low": 0.2, "epsilon_high": 0.3, "temperature": 0.9, "loss_type": "grpo"}
-        options |= {"max_completion_length": 5, "importance_sampling_level": "token", "tau_pos": 1.0, "tau_neg": 1.05}
-        vars(trainer).update(options, advantage_estimator="grpo", is_multimodal=False)
-        trainer._prepare_liger_loss()
-        batch = types.SimpleNamespace(logits_to_keep=5, completion_mask=torch.ones(2, 5), rollout_per_token_logps=None)
-        vars(batch).update(old_per_token_logps=old, ref_per_token_logps=reference, advantages=torch.ones(2, 5) * 0.7)
-        return trainer.compute_liger_loss(model, inputs, batch)
-
-    def gkd():
-        from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss
-
-        names = {"LigerFusedLinearJSDLoss": LigerFusedLinearJSDLoss, "_liger_kernel_available": True}
-        nothing = lambda *_: contextlib.nullcontext()  # noqa: E731
-        names |= {"disable_gradient_checkpointing": nothing, "get_gather_if_zero3_context": lambda *_, **__: nothing}
-        trainer = trainer_of_swift("gkd_trainer", ("_prepare_liger_loss", "_compute_liger_loss"), **names)
-        vars(trainer).update(teacher_model=teacher, is_teacher_ds3=False)
-        vars(trainer).update(gkd_logits_topk=None, beta=0.3, temperature=0.9)
-        trainer._prepare_liger_loss()
-        return trainer._compute_liger_loss(model, inputs | {"labels": labels}, inputs)
-
-    def run():
-        losses = [grpo(), gkd()]
-        return [(loss.detach(), *torch.autograd.grad(loss, tuple(model.parameters()))) for loss in losses]
-
-    compare(run, liger.install)
+    (folder,) = importlib.util.find_spec("swift").submodule_search_locations
+    for trainer, name in (("grpo", "GRPO"), ("gkd", "JSD")):
+        tree, loss = ast.parse(pathlib.Path(folder, "rlhf_trainers", f"{trainer}_trainer.py").read_text()), LOSSES[name]
+        of_call = {*inspect.signature(loss.forward).parameters, *loss.parameters_named}
+        takes = {f"LigerFusedLinear{name}Loss": {*inspect.signature(loss).parameters}}
+        takes[f"self.liger_{name.lower()}_loss"] = of_call
+        calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func) in takes]
+        assert len(calls) == 2
+        for call in calls:
+            assert {keyword.arg for keyword in call.keywords} <= takes[ast.unparse(call.func)]
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ def gradient_scales(
     ``d loss / d projection = scale out`` at all columns but the label's, with ``out`` of :func:`linear_exponentials`;
     at the label's, it is ``at_label``. Selected columns add ``sum_j upstream_j (onehot_j - p)`` to ``d loss / d z``.
     Terms may cancel there: they are added before they are rounded, and written into ``out``, as the label's are then.
-    The entropy H adds ``-of_entropy p (log p + H)``, with which all of ``out`` is multiplied.
+    The entropy H adds ``-of_entropy p (log p + H)``: all of ``out`` is multiplied with it, and the soft-cap's slope.
 
     Args:
         of_logp, of_lse: the loss's derivatives by both statistics, ``[N]`` fp32; ``None`` for 0.
@@ -52,7 +52,7 @@ def gradient_scales(
         here: ``[N]`` bool, whose label is among these columns; another has ``logp`` of another column, and at all of
             them ``d loss / d z = (of_lse - of_logp) p``. ``None`` for all.
         selected: other columns with derivatives; not with ``here``.
-        of_entropy: the loss's derivative by the entropy, ``[N]`` fp32, of logits without a soft-cap; or ``None``. Not
+        of_entropy: the loss's derivative by the entropy, ``[N]`` fp32, which is among the values; ``None`` for 0. Not
             with ``selected``.
         out: ``[N, V]``, the exponentials; only those two change it.
 
@@ -66,7 +66,7 @@ def gradient_scales(
         sizes = (0, 0) if hidden is None else (hidden.stride(0), hidden.shape[1])
         of_logp, of_lse, of_entropy = [None if g is None else g.contiguous() for g in (of_logp, of_lse, of_entropy)]
         rows, stride, columns = (None, 0, 0) if out is None else (out, out.stride(0), out.shape[1])
-        entropy = None if of_entropy is None else values.entropy
+        entropy = None if of_entropy is None and transform.softcap is None else values.entropy
         _scales_kernel[(tokens,)](
             scale, at_label, scaled, hidden, *sizes, of_logp, of_lse, of_entropy, *values[:3], entropy, here,
             rows, stride, columns, *selected, transform.for_kernel,
@@ -117,15 +117,20 @@ def _scales_kernel(
     row_offset = tl.load(offset + row)
     inverse = inverse_temperature(transform, row, True, 0)
     s = tl.exp(row_offset - row_lse)
-    if of_entropy is not None:
-        entropy_c = tl.load(of_entropy + row)
+    if entropy is not None:
         nats = tl.load(entropy + row)
+        entropy_c = tl.zeros((), tl.float32)
+        if of_entropy is not None:
+            entropy_c = tl.load(of_entropy + row)
         for start in range(0, vocab_size, BLOCK):
             at = start + tl.arange(0, BLOCK)
             pointers = out + row * out_stride + at
             e = tl.load(pointers, mask=at < vocab_size, other=0.0).to(tl.float32)
             log_p = tl.log(tl.where(e > 0, e, 1.0)) + (row_offset - row_lse)
             e *= p_c - entropy_c * (log_p + nats)
+            if transform.cap is not None:
+                tanh = capped_tanh(log_p + row_lse, transform, inverse)
+                e *= 1 - tanh * tanh
             tl.store(pointers, e.to(out.dtype.element_ty), mask=at < vocab_size)
         p_c -= entropy_c * (row_logp + nats)  # at the label
     else:

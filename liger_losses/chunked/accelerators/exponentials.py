@@ -178,14 +178,14 @@ def row_bytes(call: Signature) -> int:
 
 def serves(call: Signature) -> bool:
     """Whether one matrix is at hand, exponentials fit its dtype (fp16 cannot hold all), and its statistics are theirs.
-    Exponentials are rounded and have the soft-cap's slope: without one, they say which logits are the largest, if these
-    have no derivative, and what the entropy's derivative is."""
+    Exponentials are rounded and have the soft-cap's slope: they say which logits are the largest where there is no
+    soft-cap and no derivative by these."""
     if not (has_matrix(call) and call.trains and call.operand == torch.bfloat16):
         return False
     if call.kept or call.teacher_columns or not (call.statistics <= STATISTICS and call.metrics <= METRICS):
         return False
     differentiates = "selected_logps" in call.statistics
-    if "entropy" in call.statistics and (differentiates or not call.linear):
+    if differentiates and "entropy" in (call.statistics if call.linear else call.statistics | call.metrics):
         return False
     if call.largest and (differentiates or not call.linear or call.largest > MOST_LARGEST):
         return False

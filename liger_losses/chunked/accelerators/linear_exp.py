@@ -69,7 +69,8 @@ def linear_exponentials(
 ) -> Tensor | None:
     """``out_nv = exp(z_nv - offset_n) dz_nv``, and 0 at the label, for the logits ``z = epilogue(hidden @ weight.T)``.
 
-    ``dz`` is the soft-cap's derivative at this logit, 1 without one.
+    ``dz`` is the soft-cap's derivative at this logit, 1 without one, and where the entropy is among the values, whose
+    derivative reads the logits.
 
     Args:
         hidden: ``[N, H]``.
@@ -288,7 +289,7 @@ def _exponentials_kernel(
                 tl.store(maxima + (2 * column_tile + half) * tokens + rows, tl.max(key, 1), mask=rows < tokens)
             if moments is not None:
                 moment += tl.sum(e * tl.maximum(exponent, -200.0), 1)  # not 0 * -inf
-            if transform.cap is not None:
+            if transform.cap is not None and moments is None:
                 tanh = capped_tanh(z, transform, inverse)
                 e *= tl.where(z > float("-inf"), 1 - tanh * tanh, 0.0)
             if out is not None:

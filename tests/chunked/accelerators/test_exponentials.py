@@ -162,38 +162,35 @@ def test_selected_columns(transform, options, k):
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["kept until backward", "one pass"])
-@pytest.mark.parametrize(
-    "transform", [LogitTransform(), LogitTransform(torch.linspace(0.5, 2.0, 40, device=DEVICE), 1.3)]
-)
-def test_entropies(transform, kept):
+@pytest.mark.parametrize("softcap", [None, 20.0])
+@pytest.mark.parametrize("by", [1.0, torch.linspace(0.5, 2.0, 40, device=DEVICE)], ids=["1", "temperatures"])
+def test_entropies(by, softcap, kept):
     """Whose derivative is by each column's log-probability; of confident, flat and impossible tokens too."""
     hidden, weight, labels, bias = problem(40, 24, 90, dtype=torch.bfloat16, masked=0.2, bias=True)
     of_entropy, of_logp = torch.randn(2, 40, generator=torch.Generator().manual_seed(1))
     of_entropy[5], of_logp[6] = 0.0, 0.0
     with torch.no_grad():
         hidden *= torch.logspace(-2, 1.5, 40)[:, None]
-    by, known = transform.temperature, labels.clamp(min=0)
+    known, divisor = labels.clamp(min=0), by[:, None] if isinstance(by, torch.Tensor) else by
 
     def losses(s, labels, of_entropy, of_logp):
         return of_entropy * s.entropy + of_logp * s.logp + 0.1 * s.lse
 
     def call():
-        arguments, names = (hidden, Head(weight, bias, transform), labels), ("logp", "entropy", "lse")
+        head, names = Head(weight, bias, LogitTransform(by, 1.3, softcap)), ("logp", "entropy", "lse")
         on = {"metrics": "argmax", "options": EngineOptions(backend="triton")}
         if not kept:
             given = {"of_entropy": of_entropy, "of_logp": of_logp}
-            loss, s = linear_token_loss(*arguments, losses, names, token_inputs=given, **on)
+            loss, s = linear_token_loss(hidden, head, labels, losses, names, token_inputs=given, **on)
         else:
-            s = linear_statistics(*arguments, names, **on)
+            s = linear_statistics(hidden, head, labels, names, **on)
             loss = torch.where(labels >= 0, losses(s, labels, of_entropy, of_logp), 0.0).sum()
-        divisor = by[:, None] if isinstance(by, torch.Tensor) else by
-        logits = plain_logits(hidden.float(), weight.float(), bias.float(), divisor, transform.logit_scale)
-        assert torch.equal(s.argmax, torch.where(labels >= 0, logits.argmax(-1), 0))
+        logits = plain_logits(hidden.float(), weight.float(), bias.float(), divisor, 1.3, softcap)[labels >= 0]
+        torch.testing.assert_close(logits.gather(1, s.argmax[labels >= 0, None])[:, 0], logits.amax(-1))
         return loss
 
     def plain(*leaves):
-        divisor = by[:, None] if isinstance(by, torch.Tensor) else by
-        logits = wide(plain_logits(*leaves, divisor, transform.logit_scale))
+        logits = wide(plain_logits(*leaves, divisor, 1.3, softcap))
         log_p, s = logits.log_softmax(-1), SimpleNamespace(lse=logits.logsumexp(-1))
         s.logp, s.entropy = log_p.gather(1, known[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
         return torch.where(labels >= 0, losses(s, labels, of_entropy.to(s.lse), of_logp.to(s.lse)), 0.0).sum()

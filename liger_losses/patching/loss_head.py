@@ -73,15 +73,13 @@ def _of_zero(head: nn.Module) -> Iterator[None]:
 
     It replaces ``F.linear`` by an autograd function, and applies others to the tensors that layers take and return.
     """
-    hooks = [layer.register_forward_hook(_show_states, prepend=True) for layer in head.modules()]
-    hooks += [layer.register_forward_hook(_take_states) for layer in head.modules()]
-    replaced, F.linear = F.linear, _LINEAR
-    try:
+    with contextlib.ExitStack() as stack:
+        for layer in head.modules():
+            stack.enter_context(layer.register_forward_hook(_show_states, prepend=True))
+            stack.enter_context(layer.register_forward_hook(_take_states))
+        stack.callback(setattr, F, "linear", F.linear)
+        F.linear = _LINEAR
         yield
-    finally:
-        F.linear = replaced
-        for hook in hooks:
-            hook.remove()
 
 
 def _show_states(layer: nn.Module, args: Any, output: Any) -> Any:
@@ -391,13 +389,11 @@ def pending_logits(*models: nn.Module) -> Iterator[None]:
     """Within this context, the prepared heads of models return :class:`PendingLogits`."""
     layers = [layer for model in models for layer in _layers_of(owner_of_head(model)) if not _is_pending(layer)]
     inner = {getattr(model, "module", model) for model in models if layers and _is_distributed()}
-    hooks = [model.register_forward_hook(_show_tensors, prepend=True) for model in inner]
-    try:
-        with _pending(layers):
-            yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with contextlib.ExitStack() as stack:
+        for model in inner:
+            stack.enter_context(model.register_forward_hook(_show_tensors, prepend=True))
+        stack.enter_context(_pending(layers))
+        yield
 
 
 def _is_distributed() -> bool:

@@ -129,10 +129,10 @@ class GatedMLP(Replacement):
         def inputs(leading: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Iterator[list[Tensor]]:
             for size in sorted({layer.in_features for layer in linears.values()}):
                 calls.clear()
-                yield [_values(leading, size, dtype, generator)]
+                yield [probing.rows_of(_SCALES, leading, size, generator).to(dtype)]
 
         cases = []
-        for case in probing.cases_of(module, _SETTINGS, inputs, _GRAD_TOLERANCES, cheap):
+        for case in probing.cases_of(module, inputs, _GRAD_TOLERANCES, cheap):
             order = calls[: len(linears)]
             if sorted(order) != sorted(linears) or calls != 2 * order:
                 raise Mismatch(f"{case.name}: it does not call each of its layers once")
@@ -174,9 +174,9 @@ class GatedExperts(Replacement):
         """Runs the method on copies without weights, and on 64 gates: it does not depend on the weights' sizes."""
 
         def inputs(leading: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> list[list[Tensor]]:
-            return [[_values(leading, 128, dtype, generator)]]
+            return [[probing.rows_of(_SCALES, leading, 128, generator).to(dtype)]]
 
-        cases = probing.cases_of(module, _SETTINGS, inputs, _GRAD_TOLERANCES, method="_apply_gate")
+        cases = probing.cases_of(module, inputs, _GRAD_TOLERANCES, method="_apply_gate")
         return probing.first_match(map(GatedExperts, _gates(module, 1)), list(cases))
 
 
@@ -196,22 +196,9 @@ class CheapLinear(nn.Module):
         return x[..., self.index] * self.scale.to(x.dtype)
 
 
-_F32, _B16 = torch.float32, torch.bfloat16
-_SETTINGS = (
-    ("float32", (2, 9), _F32, _F32, True),
-    ("bfloat16", (2, 9), _B16, _B16, True),
-    ("evaluation", (2, 9), _F32, _F32, False),
-    ("two dimensions", (18,), _F32, _F32, True),
-)
 _GRAD_TOLERANCES = 1e-5, 2**-5
 #: The scales of the rows of gate and up; a clamp would show in the largest.
 _SCALES = (0.0, 0.01, 0.3, 1.0, 2.0, 4.0, 10.0, 30.0, 300.0)
-
-
-def _values(leading: Sequence[int], size: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """An input of a probe, with rows of all scales."""
-    scales = torch.tensor(_SCALES, dtype=torch.float32).repeat(2).view(*leading, 1)
-    return (probing.random((*leading, size), generator) * scales).to(dtype)
 
 
 def _gates(module: nn.Module, tensors: int) -> Iterator[Gate]:

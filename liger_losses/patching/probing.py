@@ -55,6 +55,12 @@ def random(shape: Sequence[int], generator: torch.Generator, dtype: torch.dtype 
     return torch.randn(tuple(shape), dtype=torch.float32, generator=generator).to(dtype)
 
 
+def rows_of(scales: Sequence[float], leading: Sequence[int], size: int, generator: torch.Generator) -> Tensor:
+    """An input of a probe ``[*leading, rows, size]``, with two rows of each scale."""
+    column = torch.tensor(scales, dtype=torch.float32).repeat(2)[:, None]
+    return (random((*leading, len(column), size), generator) + 0.5) * column
+
+
 def shape_of(parameter: nn.Parameter) -> tuple[int, ...]:
     """The full shape of a parameter, also of one that DeepSpeed has partitioned; no dimensions before it has any."""
     return () if is_lazy(parameter) else tuple(getattr(parameter, "ds_shape", parameter.shape))
@@ -239,14 +245,23 @@ class Case:
             check_close(f"the gradient of {name}", actual, wanted, self.tolerances[1 + (name in self.parameters)])
 
 
+_F32, _B16 = torch.float32, torch.bfloat16
 #: Of a case: its name, the leading dimensions of the input, dtypes of the input and of the parameters, and whether in
 #: training mode.
-Setting = tuple[str, tuple[int, ...], torch.dtype, torch.dtype, bool]
+_SETTINGS = (
+    ("float32", (2,), _F32, _F32, True),
+    ("bfloat16", (2,), _B16, _B16, True),
+    ("evaluation", (2,), _F32, _F32, False),
+    ("two dimensions", (), _F32, _F32, True),
+    ("four dimensions", (2, 3), _F32, _F32, True),
+    ("bfloat16 with float32 parameters", (2,), _B16, _F32, True),
+    ("float32 with bfloat16 parameters", (2,), _F32, _B16, True),
+    ("evaluation in bfloat16", (2,), _B16, _B16, False),
+)
 
 
 def cases_of(
     module: nn.Module,
-    settings: Sequence[Setting],
     inputs_of: Callable[[tuple[int, ...], torch.dtype, torch.Generator], Iterable[Sequence[Tensor]]],
     grad_tolerances: tuple[float, float],
     stand_ins_of: Callable[[torch.Generator], Mapping[Any, Any]] = lambda _: {},
@@ -260,7 +275,7 @@ def cases_of(
         stand_ins_of: see :func:`copy_of`.
         method: the module's method; if it is not the forward, it reads no parameters.
     """
-    for name, leading, dtype, parameter_dtype, training in settings:
+    for name, leading, dtype, parameter_dtype, training in _SETTINGS:
         generator = torch.Generator().manual_seed(11)
         stand_ins = stand_ins_of(generator)
         copy: Any = copy_of(module, generator, stand_ins, empty=method != "forward")
@@ -281,7 +296,7 @@ def cases_of(
                 refusal = mismatch
         else:
             # Modules may fail with other layouts and with mixed dtypes: then no model uses them so.
-            if isinstance(refusal, Refusal) and (leading != settings[0][1] or dtype != parameter_dtype):
+            if isinstance(refusal, Refusal) and (leading != _SETTINGS[0][1] or dtype != parameter_dtype):
                 continue
             raise Mismatch(f"{name}: {refusal}") from refusal
         with torch.no_grad():

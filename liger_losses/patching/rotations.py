@@ -182,26 +182,21 @@ class Rotations(Replacement):
         return ", ".join(dict.fromkeys(str(rotation) for *_, rotation in self.functions))
 
     def new_method(self, replaced: Callable[..., Any]) -> Callable[..., Any]:
-        known = {(file, name): rotation for file, name, rotation in self.functions}
-        rotations = [
-            (names, name, function, _wrapper(function, known[names["__name__"], name]))
-            for names, name, function in _rotations_in(replaced, set())
-            if (names["__name__"], name) in known
-        ]
+        names = inspect.unwrap(replaced).__globals__  # of the file, which has all functions that the method calls
+        own = [(name, by) for file, name, by in self.functions if file == names["__name__"] and name in names]
+        functions = {name: names[name] for name, _ in own}
+        kernels = {name: _wrapper(functions[name], by) for name, by in own}
 
         def method(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_dynamo_compiling():
+            if torch.compiler.is_dynamo_compiling() or any(
+                names.get(name) is not functions[name] for name in functions
+            ):
                 return NotImplemented
-            for names, name, function, _ in rotations:
-                if names.get(name) is not function:
-                    return NotImplemented
             try:
-                for names, name, _, kernel in rotations:
-                    names[name] = kernel
+                names.update(kernels)
                 return replaced(*args, **kwargs)
             finally:
-                for names, name, function, _ in rotations:
-                    names[name] = function
+                names.update(functions)
 
         return method
 

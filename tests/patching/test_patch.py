@@ -529,7 +529,7 @@ def test_one_token_takes_few_steps_and_launches(monkeypatch):
     patch(model)
     attention, norm, mlp = model.model.layers[0].self_attn, model.model.norm, model.model.layers[0].mlp
     new = inspect.getclosurevars(type(attention).forward).nonlocals["new"]
-    ((*_, rotate),) = inspect.getclosurevars(new).nonlocals["rotations"]
+    (rotate,) = inspect.getclosurevars(new).nonlocals["kernels"].values()
     sizes = (1, 1, model.config.hidden_size), (1, 2, 1, 16), (1, 1, 16)
     x, heads, angles = [torch.zeros(size, device=DEVICE) for size in sizes]
     calls = {

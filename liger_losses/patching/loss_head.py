@@ -145,6 +145,7 @@ class KeepGathered(torch.autograd.Function):
         return gradient
 
 
+@dataclass(frozen=True)
 class _HeadKind(Replacement):
     """Layers that return pending logits where :func:`pending_logits` says so."""
 
@@ -191,7 +192,6 @@ class _HeadKind(Replacement):
         """What the layer returns, pending inside."""
 
 
-@dataclass(frozen=True)
 class LossHead(_HeadKind):
     """Any layer, with all that its call does: adapters, hooks, and a forward that was put on the instance."""
 
@@ -211,7 +211,6 @@ class LossHead(_HeadKind):
             return original_class(module).__call__(module, *args, **kwargs)
 
 
-@dataclass(frozen=True)
 class QuantizedHead(_HeadKind):
     """A quantized layer, whose rows are dequantized where the logits are read."""
 

@@ -44,6 +44,11 @@ class PendingLogits:  # no dataclass: fully_shard would look for tensors in it, 
         aliases: one entry for each view of the same memory that torch would have made; shared by these.
 
     Attributes:
+        shape: ``[..., V]``.
+        device: of the hidden states.
+        last_step: the name of the last step, or an empty string.
+        normalized: whether they are log-probabilities, or probabilities.
+        negated: whether they are log-probabilities times -1.
         computed: their values, once an operation has needed them.
     """
 
@@ -65,6 +70,11 @@ class PendingLogits:  # no dataclass: fully_shard would look for tensors in it, 
         self.steps, self.product = steps, product
         self.aliases: list[None] = [] if aliases is None else aliases
         self.computed: list[Tensor] = []
+        self.shape = torch.Size((*hidden_states.shape[:-1], head.vocab_size))
+        self.device = hidden_states.device
+        self.last_step: str = steps[-1][0] if steps else ""
+        self.normalized = ("log_softmax", -1) in steps or self.last_step == "softmax"
+        self.negated = steps.count(("neg",)) % 2 == 1
 
     def __repr__(self) -> str:
         return f"PendingLogits(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
@@ -73,31 +83,6 @@ class PendingLogits:  # no dataclass: fully_shard would look for tensors in it, 
     def tensors(self) -> list[Tensor]:
         """Hidden states, weight, and bias if there is one."""
         return [x for x in (self.hidden_states, self.head.weight, self.head.bias) if x is not None]
-
-    @property
-    def normalized(self) -> bool:
-        """Whether they are log-probabilities, or probabilities."""
-        return ("log_softmax", -1) in self.steps or self.last_step == "softmax"
-
-    @property
-    def last_step(self) -> str:
-        """The name of the last step, if there is one."""
-        return self.steps[-1][0] if self.steps else ""
-
-    @property
-    def negated(self) -> bool:
-        """Whether they are log-probabilities times -1."""
-        return self.steps.count(("neg",)) % 2 == 1
-
-    @property
-    def shape(self) -> torch.Size:
-        """``[..., V]``."""
-        return torch.Size((*self.hidden_states.shape[:-1], self.head.vocab_size))
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the hidden states."""
-        return self.hidden_states.device
 
     @property
     def requires_grad(self) -> bool:

@@ -28,12 +28,16 @@ from tests.patching.test_layers import Fused
 from tests.processes import BACKENDS, device_type, start
 
 H, INNER = 16, 40
-
-
 MLP = functools.partial(Gated, size=H, inner=INNER)
 
 
-MODULES = {"gated": MLP, "fused": functools.partial(Fused, H, INNER), "ours": lambda: SwiGLUMLP(H, INNER)}
+class GateSecond(Fused):
+    def product(self, both):
+        up, gate = both.chunk(2, -1)
+        return up * self.act(gate)
+
+
+MODULES = {kind.__name__: functools.partial(kind, H, INNER) for kind in (Fused, GateSecond, SwiGLUMLP)} | {"MLP": MLP}
 
 
 def made(make=MLP, dtype=torch.float64):
@@ -305,7 +309,7 @@ def test_weights_that_are_partitioned_are_computed_as_a_whole():
 
 
 def test_choosing_tiles():
-    model = nn.ModuleList([made(), made(MODULES["fused"])])
+    model = nn.ModuleList([made(), made(MODULES["Fused"])])
 
     def replaced(**options):
         return {entry.path: entry.replaced_by for entry in patch(model, loss_head=False, **options).replaced}
@@ -361,7 +365,7 @@ def work(rank):
         for tokens in (False, 4):
             for checkpointing in (False, True):
                 gathers.clear()
-                model = nn.Sequential(made(dtype=torch.float32), made(MODULES["fused"], dtype=torch.float32))
+                model = nn.Sequential(made(dtype=torch.float32), made(MODULES["Fused"], dtype=torch.float32))
                 patch(model, tile_mlps=tokens)
                 spread = spread_by(name, model)
                 for _ in range(2):

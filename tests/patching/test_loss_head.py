@@ -189,17 +189,6 @@ def scale_of_entries(model):
     return on_instance(lambda head, x: F.linear(x.float(), head.weight.float()) * head.logit_scale)(model)
 
 
-def another_class(model):
-    class Scaled(nn.Linear):
-        def forward(self, x):
-            return super().forward(x) * 2
-
-    head = Scaled(H, V, bias=False)
-    head.weight = model.lm_head.weight
-    model.lm_head = head
-    return model
-
-
 def weight_norm(model):
     torch.nn.utils.parametrizations.weight_norm(model.lm_head)
     return model
@@ -231,7 +220,6 @@ CHANGES = {
     "with a weight of its own": (on_instance(lambda head, x: F.linear(x, head.weight * 2, bias=head.bias)), False),
     "of other hidden states": (on_instance(lambda head, x: nn.Linear.forward(head, x.detach() + x)), False),
     "a trained scale of each vocabulary entry": (scale_of_entries, False),
-    "another class": (another_class, False),
     "weight norm": (weight_norm, False),
     "a forward around the model's": (around_forward, False),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,10 +32,10 @@ class Ranks:
     sizes: tuple[int, ...] = ()
     sums_hidden: bool = True
     mesh: DeviceMesh | None = None
+    size: int = field(init=False)
 
-    @property
-    def size(self) -> int:
-        return max(len(self.sizes), 1)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size", max(len(self.sizes), 1))
 
     @property
     def first(self) -> int:

@@ -109,9 +109,8 @@ class PolicyInputs:
         mask, group, number = tensors.mask, tensors.group, tensors.num_items_in_batch
         tensors.check(options)
         self.options, self.mask, self.group, self.prompts = options.values, mask, group, tensors.prompts
-        self.is_ratio: Tensor | None = None  # as it was passed, [B, 1] or [B, T]
-        self.tensors: dict[str, Tensor] = {}
-        shape, padding = mask.shape, ~mask
+        self.tensors: dict[str, Tensor] = {}  # as they were passed, [B, 1] or [B, T], until :meth:`count`
+        shape = mask.shape
         for argument in ("advantages", "is_ratio", *_LOGPS):
             name, of_completions = names.get(argument, argument), argument not in _LOGPS
             if (value := getattr(tensors, argument)) is None:
@@ -121,12 +120,9 @@ class PolicyInputs:
             if value.is_complex() or (not of_completions and not value.is_floating_point()):
                 raise TypeError(f"{name} must be floating point, got {value.dtype}.")
             value = value[:, None] if value.dim() == 1 else value
-            value = (value.detach() if value.requires_grad else value).to(wide(value.dtype))
-            self.is_ratio = value if argument == "is_ratio" else self.is_ratio
-            value = value.masked_fill(padding, 0.0)
-            # Of a probability of 0, the ratio is as large as the largest, and no difference is infinite.
-            self.tensors[argument] = value if of_completions else finite_logs(value)
-        self.advantages, self._sampler_topk = self.tensors["advantages"], tensors.sampler_topk_logps
+            self.tensors[argument] = (value.detach() if value.requires_grad else value).to(wide(value.dtype))
+        self.is_ratio = self.tensors.get("is_ratio")  # which stays as it is
+        self._sampler_topk = tensors.sampler_topk_logps
         divides, self._copies, self._number = options.row.normalizer == "items", copies, None
         if number is not None and (divides or group is not None):
             checked = checks.checked_items(number, mask.device)
@@ -138,7 +134,14 @@ class PolicyInputs:
             agree(group, {**(common_options or vars(options)), **facts})
 
     def count(self) -> PolicyInputs:
-        """Count the tokens, of all ranks and processes where the loss needs these. Called once."""
+        """Count the tokens, of all ranks and processes where the loss needs these, and mask tensors. Called once, by
+        losses of one pass while the first product runs."""
+        padding = ~self.mask
+        for name, value in self.tensors.items():
+            value = value.masked_fill(padding, 0.0)
+            # Of a probability of 0, the ratio is as large as the largest, and no difference is infinite.
+            self.tensors[name] = finite_logs(value) if name in _LOGPS else value
+        self.advantages = self.tensors["advantages"]
         (self.own_lengths,) = sum_over_group(self.group, self.mask.sum(-1, keepdim=True))
         tokens = self.own_lengths.sum(dtype=torch.float32)
         self.items = self.counted = tokens.clamp(min=1)

@@ -409,7 +409,8 @@ class Block:
         assert ids is not None
         places, here = self._places(ids)
         terms = terms if here is None else torch.where(here, terms, 0.0)
-        transform, logits = self.epilogue.transform, self._logits_of(ids, self.epilogue)
+        transform, bias = self.epilogue.transform, self.epilogue.bias
+        logits = transform(self.z.gather(1, places), None if bias is None else bias[places])
         return places, rows.totals(places, terms) * transform.slope(logits) * transform.factor(logits)
 
     def _back_to_projections(self) -> None:

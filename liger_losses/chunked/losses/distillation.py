@@ -236,12 +236,12 @@ class DistillationLoss(ChunkedLoss):
         head = Head.of(weight, student_bias if bias is None else bias, o.transform)
         labels, which = self.labels(labels), o.which
         mask, hard = labels != o.ignore_index, o.weight_hard_loss != 0 or o.return_soft_hard_loss
-        dtype, t = wide(hidden.dtype), o.temperature
+        t = o.temperature
         if temperature is not None:
             self.check_one_temperature(temperature)
             checks.check_temperature(temperature, head.weight.device, labels.shape)
             # Of tokens without loss, it may be anything.
-            t = torch.where(mask, temperature.to(torch.promote_types(dtype, temperature.dtype)), 1.0)
+            t = torch.where(mask, temperature, 1.0)
         over_columns = o.top_k is not None or isinstance(taught, TeacherTopK)
         if over_columns and o.token_scaling != "none":
             raise ValueError("token_scaling= needs a divergence over all columns: leave top_k= and TeacherTopK out.")
@@ -253,6 +253,9 @@ class DistillationLoss(ChunkedLoss):
             if isinstance(taught, Teachers):
                 raise ValueError("Teachers does not work with slices of sequences (group=); leave group= out.")
             self.agree([num_items_in_batch], labels.device)
+        dtype = wide(hidden.dtype)
+        if isinstance(t, Tensor):
+            t = t.to(torch.promote_types(dtype, t.dtype))
         number = self.divisor(mask, num_items_in_batch).to(dtype)
         factor = o.factor * (t**2 if o.temperature_squared else 1.0)
         share = number.reciprocal()

@@ -190,11 +190,13 @@ class PolicyOptions:
         """Whether objectives are less their mean by the sampler's probabilities."""
         return self.sampler_term == "score_centering"
 
-    @torch.no_grad()
     def mask_weights(self, logps: Tensor, old: Tensor, sampler: Tensor, advantages: Tensor) -> Tensor | None:
         """The weights of the :attr:`mask`, if it has some."""
-        compared, weights = old if self.mask.of_sampler else logps, self.mask.weights
-        return None if weights is None else weights(compared, sampler, advantages, self.mask_low, self.mask_high)
+        if self.mask.weights is None:
+            return None
+        compared = old if self.mask.of_sampler else logps
+        with torch.no_grad():
+            return self.mask.weights(compared, sampler, advantages, self.mask_low, self.mask_high)
 
     @property
     def separable(self) -> bool:

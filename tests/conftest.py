@@ -25,16 +25,6 @@ def faster_interpreter():
 
 
 @pytest.fixture(scope="session", autouse=True)
-def no_seeds_of_absent_devices():
-    """``torch.manual_seed`` keeps seeds for devices that are not there, with a traceback each: a millisecond."""
-    with pytest.MonkeyPatch.context() as patch:
-        for device in (torch.cuda, torch.xpu):
-            if not device.is_available():
-                patch.setattr(device, "manual_seed_all", lambda seed: None)
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
 def no_times_of_guards():
     """``torch.compile`` measures each graph's guards for its log, and empties the processor's caches for it."""
     with pytest.MonkeyPatch.context() as patch:

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 import liger_losses
-from liger_losses.layers.rms_norm import rms_norm
 from tests.kernels.cases import DEVICE
 from tests.models import randomised, small
 from tests.seam import BACKENDS
@@ -169,16 +168,3 @@ def test_patching_finds_a_rotation_that_kernels_has_made_a_module_of(built, monk
     monkeypatch.setattr(function, "forward", None)  # patched layers do not call it
     ids = torch.randint(0, 61, (2, 9))
     assert model(ids, labels=ids).loss.isfinite()
-
-
-@pytest.mark.slow
-def test_it_can_be_compiled_beside_the_library(built):
-    kernel = kernel_of(built)
-    assert kernel.rms_norm is not rms_norm
-    assert kernel.__name__ in kernel.rms_norm.__module__
-    x, weight = torch.randn(3, 8, device=DEVICE), torch.rand(8, device=DEVICE)
-    for function in (rms_norm, kernel.rms_norm):
-        x.grad, _ = None, x.requires_grad_()
-        torch.compile(function, backend="aot_eager", fullgraph=True)(x, weight).sum().backward()
-        expected = torch.autograd.grad(torch.nn.functional.rms_norm(x, (8,), weight, 1e-6).sum(), x)[0]
-        torch.testing.assert_close(x.grad, expected)

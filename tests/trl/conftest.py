@@ -1,6 +1,5 @@
-"""No test leaves TRL enabled, and none waits for what datasets and accelerate find out again and again."""
+"""No test leaves TRL enabled, and none waits for what datasets finds out again and again."""
 
-import functools
 import uuid
 from importlib.util import find_spec
 
@@ -23,15 +22,4 @@ def no_names_of_functions():
         if find_spec("datasets"):
             name = "datasets.fingerprint.Hasher.hash"
             patch.setattr(name, classmethod(lambda cls, value: uuid.uuid4().hex[:16]))
-        yield
-
-
-@pytest.fixture(autouse=True, scope="session")
-def packages_stay():
-    """accelerate reads the metadata of peft at every step, to see whether it is installed."""
-    with pytest.MonkeyPatch.context() as patch:
-        if find_spec("accelerate"):
-            from accelerate.utils import modeling
-
-            patch.setattr(modeling, "is_peft_available", functools.cache(modeling.is_peft_available))
         yield

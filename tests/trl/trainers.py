@@ -10,6 +10,7 @@ import time
 import warnings
 
 import pytest
+import tokenizers
 import torch
 import torch._dynamo.utils
 import torch.distributed as dist
@@ -97,21 +98,6 @@ def classes(name):
     return getattr(module, f"{trainer}Trainer"), getattr(module, f"{trainer}Config")
 
 
-def of_bytes(model):
-    """A model as the given one, with a byte-level tokenizer."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    names = ["<pad>", "<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    raw = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, []))
-    raw.pre_tokenizer, raw.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="<pad>", eos_token="<eos>")
-    config = copy.deepcopy(model.config)
-    config.vocab_size = len(names)
-    torch.manual_seed(0)
-    return type(model)(config), tokenizer
-
-
 def builder(kind, *columns, saved=True, messages=False, others=(), **own):
     """Makes trainers of a class, or of the name of an experimental one, on texts in some columns.
 
@@ -123,7 +109,10 @@ def builder(kind, *columns, saved=True, messages=False, others=(), **own):
         trainer, config = classes(kind) if isinstance(kind, str) else (kind, None)
         config = config or getattr(trl, trainer.__name__.replace("Trainer", "Config"))
         if kind == "gold":  # which takes no other tokenizers
-            model, tokenizer = of_bytes(model)
+            bytes_alone, names = tokenizers.ByteLevelBPETokenizer(), {"pad_token": "<pad>", "eos_token": "<eos>"}
+            bytes_alone.train_from_iterator([], 258, special_tokens=[*names.values()])
+            tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=bytes_alone._tokenizer, **names)
+            model = small(vocab_size=len(tokenizer), num_hidden_layers=2, tie_word_embeddings=True)
         tokenizer.padding_side = "left"
         tokenizer.chat_template = tokenizer.chat_template or "{% for m in messages %}{{ m['content'] }}{% endfor %}"
         rows = [{**row, "label": i % 2 == 0} for i, row in enumerate(rows or rows_of(text, *columns))]

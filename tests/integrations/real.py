@@ -471,25 +471,6 @@ def axolotl():
         assert calls
 
 
-def llamafactory():
-    """Its function that applies liger-kernel's, to a model that is then patched by this library."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    from liger_losses.integrations import liger
-    from liger_losses.patching.swap import replacement_of
-
-    liger.install()
-    module = importlib.import_module("llamafactory.v1.plugins.model_plugins.kernels.liger_kernel_ops")
-    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
-    model = Qwen3ForCausalLM(Qwen3Config(**sizes, num_attention_heads=2, num_key_value_heads=2, head_dim=8))
-    ids = torch.arange(5, 14)[None]
-    expected = model(ids, labels=ids).loss
-    with mock.patch.object(module.LigerKernel, "check_deps", return_value=True):  # it asks for a GPU
-        module.LigerKernel.apply(model=model, use_kernels="auto")
-    assert replacement_of(model.model.norm)
-    torch.testing.assert_close(model(ids, labels=ids).loss, expected)
-
-
 def functions_of(path, names, known):
     """Functions of a source file, beside names that it imports."""
     tree = ast.parse(path.read_text())

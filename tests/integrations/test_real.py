@@ -21,7 +21,6 @@ CHECKS = {
     "axolotl": "axolotl",
     "axolotl_losses": "axolotl",
     "llamafactory_losses": "llamafactory",
-    "llamafactory": "llamafactory",
     "swift": "ms-swift",
 }
 

@@ -73,17 +73,20 @@ def test_checkpointed_layers_attend_by_the_block_mask_that_they_get(name, block_
     assert apart(loss_and_gradients(model, shared(model, *batch))[1], expected)[0] < 1e-6
 
 
-def test_a_layer_that_makes_another_mask_of_a_block_mask_is_refused(block_masks, monkeypatch):
+@pytest.mark.parametrize(
+    "changed",
+    [
+        lambda forward: lambda hidden_states, **_: (hidden_states, None),
+        lambda forward: lambda attention_mask, **others: forward(attention_mask=torch.zeros(1, 1, 1, 1), **others),
+    ],
+    ids=["another attention", "another mask"],
+)
+def test_a_layer_that_bypasses_the_interface_is_refused(changed, block_masks, monkeypatch):
     """It would mix completions."""
     block_masks()
     model = family("llama", "sdpa")
     layer = model.model.layers[1].self_attn
-    forward = layer.forward
-
-    def unmasked(attention_mask, **arguments):
-        return forward(attention_mask=torch.zeros(1, 1, 1, 1), **arguments)
-
-    monkeypatch.setattr(layer, "forward", unmasked)
+    monkeypatch.setattr(layer, "forward", changed(layer.forward))
     with pytest.raises(CannotShareError, match="of its 2 layers, 1 took their attention and its mask"):
         shared(model, *drawn(0))
 
@@ -255,14 +258,6 @@ def test_tokens_beside_the_row_are_refused():
     for name in ("labels", "position_ids", "pixel_values"):
         with pytest.raises(ValueError, match=f"packed completions have their ids.*: leave out {name}"):
             loss_inputs(model, packed, **{name: torch.ones(1, 1)})
-
-
-def test_a_layer_that_bypasses_the_interface_is_refused(monkeypatch):
-    model = family("llama")
-    layer = model.model.layers[1].self_attn
-    monkeypatch.setattr(layer, "forward", lambda hidden_states, **_: (hidden_states, None))
-    with pytest.raises(CannotShareError, match="of its 2 layers, 1 took their attention and its mask"):
-        shared(model, *drawn(0))
 
 
 @pytest.mark.gpu

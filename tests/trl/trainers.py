@@ -8,6 +8,7 @@ import math
 import queue
 import time
 import warnings
+from unittest import mock
 
 import pytest
 import tokenizers
@@ -171,24 +172,19 @@ def mixture(output, model, tokenizer, text, **options):
     return sft(output, small("Mixtral", vocab_size=tokenizer.vocab_size, **experts), tokenizer, text, **options)
 
 
-class Rollouts:
+def rollouts(count):
     """Stands in for the worker that asynchronous GRPO gets its completions from."""
+    from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
-    def __init__(self, count):
-        from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
-
-        self.rollout_buffer, self.metrics_queue = queue.Queue(), queue.Queue()
-        g = torch.Generator().manual_seed(0)
-        for i in range(count):
-            length = 6 + i % 4
-            ids = torch.randint(3, 19, (length,), generator=g).numpy()
-            completion = (torch.arange(length) >= 3).numpy().astype("int64")
-            logps = (-2.0 - torch.rand(length, generator=g)).numpy() * completion
-            sample = RolloutSample([], [], ids, completion, logps, (-1.0) ** i, 0, i // 2, {}, time.time())
-            self.rollout_buffer.put(sample)
-
-    def __getattr__(self, name):
-        return lambda *args, **kwargs: None
+    worker, g = mock.Mock(rollout_buffer=queue.Queue(), metrics_queue=queue.Queue()), torch.Generator().manual_seed(0)
+    for i in range(count):
+        length = 6 + i % 4
+        ids = torch.randint(3, 19, (length,), generator=g).numpy()
+        completion = (torch.arange(length) >= 3).numpy().astype("int64")
+        logps = (-2.0 - torch.rand(length, generator=g)).numpy() * completion
+        sample = RolloutSample([], [], ids, completion, logps, (-1.0) ** i, 0, i // 2, {}, time.time())
+        worker.rollout_buffer.put(sample)
+    return worker
 
 
 def async_grpo(output, model, tokenizer, text, **options):
@@ -200,7 +196,7 @@ def async_grpo(output, model, tokenizer, text, **options):
         # Its attention is a kernel for GPUs; any other sees the same in both runs.
         patch.setattr(module, "TREE_ATTENTION", "eager")
         patch.setattr(module, "register_tree_attention", lambda: None)
-        patch.setattr(module, "VLLMClient", lambda *_: Rollouts(0))  # its methods do nothing
+        patch.setattr(module, "VLLMClient", mock.Mock())
         patch.setattr(module, "get_peak_flops_per_device", lambda *_: 1.0)
         return AsyncGRPOTrainer(
             str(output / "model"),
@@ -208,8 +204,8 @@ def async_grpo(output, model, tokenizer, text, **options):
             args=settings(AsyncGRPOConfig, output, num_generations=2, token_budget=40, **options),
             train_dataset=datasets.Dataset.from_list([{"prompt": text(3)} for _ in range(16)]),
             processing_class=tokenizer,
-            rollout_worker=Rollouts(64),
-            weight_transfer=Rollouts(0),
+            rollout_worker=rollouts(64),
+            weight_transfer=mock.Mock(),
         )
 
 

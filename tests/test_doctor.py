@@ -56,8 +56,10 @@ def test_a_model_by_its_configuration(config, monkeypatch, capsys):
         assert said in capsys.readouterr().err
 
 
-def test_without_transformers(monkeypatch, capsys):
+def test_without_transformers_and_trl(monkeypatch, capsys):
     monkeypatch.setattr(doctor, "_version", lambda package: None)
+    (line,) = doctor.trl_features()
+    assert 'not installed; for its trainers, pip install "trl>=1.15"' in line
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert doctor.main(["Qwen/Qwen2.5-1.5B"]) == 1
     printed = capsys.readouterr()
@@ -150,12 +152,6 @@ def test_features_of_the_installed_trl_are_named(monkeypatch):
     left = [re.sub("  +", " ", line) for line in doctor.trl_features() if not line.endswith("works")]
     missing = "left out: trl.trainer.dpo_trainer.add_fused_lm_head has an unknown parameter scale"
     assert left == [f"any head in DPO {missing}"]
-
-
-def test_without_trl(monkeypatch):
-    monkeypatch.setattr(doctor, "_version", lambda package: None)
-    (line,) = doctor.trl_features()
-    assert 'not installed; for its trainers, pip install "trl>=1.15"' in line
 
 
 def test_the_environment_decides(monkeypatch):

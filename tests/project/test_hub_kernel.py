@@ -4,10 +4,11 @@ import ast
 import copy
 import functools
 import importlib.metadata
-import importlib.util
 import inspect
 import pathlib
+import runpy
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,11 +26,7 @@ OPTIONAL = {"chunked/core/quantizers.py": {"bitsandbytes"}}
 
 @pytest.fixture(scope="module")
 def builder():
-    spec = importlib.util.spec_from_file_location("build_hub_kernel", FOLDER / "build.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    module.sources = functools.cache(module.sources)
-    return module
+    return SimpleNamespace(**runpy.run_path(str(FOLDER / "build.py")))
 
 
 @pytest.fixture(scope="module")

@@ -130,8 +130,6 @@ def test_a_feature_that_lacks_a_place_is_left_out(feature, monkeypatch):
 
 
 def test_a_trl_without_any_place_is_refused(monkeypatch):
-    import trl.trainer.dpo_trainer as dpo_trainer
-
     with monkeypatch.context() as patch:
         for places in FOUND.values():
             for owner, name, _ in places:
@@ -139,11 +137,6 @@ def test_a_trl_without_any_place_is_refused(monkeypatch):
         with pytest.raises(RuntimeError, match=r"SFT: trl.trainer.sft_trainer.add_fused_lm_head .*Nothing was changed"):
             enable()
     assert not is_enabled()
-    for other, said in ((lambda model, scale: None, "an unknown parameter scale"), (lambda: None, "no parameter")):
-        monkeypatch.setattr(dpo_trainer, "add_fused_lm_head", other)
-        with pytest.warns(UserWarning, match=f"DPO: trl.trainer.dpo_trainer.add_fused_lm_head has {said}"):
-            enable()
-        disable()
     other = SimpleNamespace(forward=lambda ctx, hidden, weight, scale: None)
     monkeypatch.setattr(trl.trainer.utils, "_ChunkedLogProbFunction", other)
     with pytest.warns(

@@ -87,9 +87,3 @@ def adapted(model, *targets, r=2, **options):
         warnings.simplefilter("ignore")
         config = peft.LoraConfig(r=r, target_modules=list(targets), init_lora_weights=False, **options)
         return peft.get_peft_model(model, config)
-
-
-def with_lora(make):
-    """The function that makes a model, with LoRA on the model's head and queries too."""
-    pytest.importorskip("peft", reason="PEFT is not installed")
-    return lambda *given, **named: adapted(make(*given, **named), "q_proj", "lm_head")

@@ -140,11 +140,7 @@ def outcome(tests: list[str], file: str = "", text: str = "") -> tuple[int | Non
     another text."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for each in os.listdir(ROOT):
-            if each in ("liger_losses", "tests"):
-                shutil.copytree(ROOT / each, folder / each, ignore=shutil.ignore_patterns("__pycache__"))
-            elif not each.startswith(".") and not each.endswith(".egg-info"):
-                (folder / each).symlink_to(ROOT / each)
+        shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".*", "__pycache__"), dirs_exist_ok=True)
         if file:
             (folder / file).write_text(text)
         command = [sys.executable, "-m", "pytest", "-qx", "-p", "no:cacheprovider", "-m", "not slow", *tests]

@@ -18,7 +18,6 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from tests.models import with_lora
 from tests.processes import printed_by
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -91,17 +90,6 @@ def test_a_pages_code_runs(path, tmp_path, monkeypatch):
         variables = run(code, path, tmp_path, monkeypatch)
         torch.compiler.reset()  # compiled code removes its own names from the module, which must still be there
         variables.clear()  # what a page registers would keep its patched models for other tests
-
-
-@pytest.mark.parametrize("name", ["losses", "distillation"])
-def test_a_pages_code_runs_on_a_model_with_lora(name, tmp_path, monkeypatch):
-    """What takes a model's head and hidden states: the code before that of trainers."""
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    monkeypatch.setattr(
-        transformers.AutoModelForCausalLM, "from_config", with_lora(transformers.AutoModelForCausalLM.from_config)
-    )
-    path = ROOT / "docs" / f"{name}.md"
-    run(modules_of(blocks_of(path))[0], path, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("block", blocks_of(ROOT / "README.md"), ids=lambda block: f"line {block.start}")

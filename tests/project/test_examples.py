@@ -11,10 +11,9 @@ import sys
 from unittest import mock
 
 import pytest
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from liger_losses.trl import disable
-from tests.models import tiny_model, with_lora
+from tests.models import tiny_model
 from tests.processes import BACKENDS, start
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
@@ -105,24 +104,6 @@ def test_both_sides_of_longer_pairs_have_one_loss(load, tmp_path):
     assert (tmp_path / "new" / "plot.png").read_bytes()[1:4] == b"PNG"
 
 
-@pytest.fixture
-def steps_of_adapters(monkeypatch):
-    """Models have LoRA, on their heads too; of each step, whether every parameter that is trained had a gradient."""
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    auto = transformers.AutoModelForCausalLM
-    monkeypatch.setattr(auto, "from_pretrained", with_lora(auto.from_pretrained))
-    monkeypatch.setattr(transformers, "LlamaForCausalLM", with_lora(transformers.LlamaForCausalLM))
-    steps = []
-
-    def check(optimizer, *_):
-        trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-        steps.append(len(trained) > 0 and all(p.grad is not None for p in trained))
-
-    hook = register_optimizer_step_pre_hook(check)
-    yield steps
-    hook.remove()
-
-
 _TRAINED, _GENERATED = ["--steps", "2", "--batch-size", "4"], ["--steps", "2", "--group", "2", "--new-tokens", "4"]
 _OTHER_LOSS = [*_GENERATED, "--steps", "1", "--loss-type", "grpo", "--top-p", "0.9"]
 _OWN_HEADS = [*_TRAINED, "--own-heads", "--prompts", "2", "--new-tokens", "4"]
@@ -141,29 +122,26 @@ _SHORT_TEXTS = [
     "none",
 ]
 _FILES = [("--model", "model"), ("--output", "out"), ("--dataset", "pairs.jsonl")]
-#: By example: of which files it takes the first, arguments, what it prints, and whether it trains adapters.
+#: By example: of which files it takes the first, arguments, and what it prints.
 RUNS = [
-    ("custom_loss", 0, [], "Cal-DPO", False),
-    ("kto", 3, _TRAINED, "mean reward of held-out completions", True),
-    ("distill", 3, [*_TRAINED, "--layers", "2"], "student's perplexity of held-out text", True),
-    ("medusa", 3, _OWN_HEADS, "tokens per step of decoding", False),
-    ("grpo", 2, _GENERATED, "mean reward of the first three steps", True),
-    ("grpo", 2, _OTHER_LOSS, "step   1", False),
-    ("trl_grpo", 2, _GENERATED, "mean reward of the first three steps", False),
-    ("trl_distill", 3, [*_TRAINED, "--layers", "2", "--new-tokens", "4"], "perplexity of held-out text", False),
-    ("on_policy_distillation", 0, _SHORT_TEXTS, "KL(student, teacher) on held-out text", True),
+    ("custom_loss", 0, [], "Cal-DPO"),
+    ("kto", 3, _TRAINED, "mean reward of held-out completions"),
+    ("distill", 3, [*_TRAINED, "--layers", "2"], "student's perplexity of held-out text"),
+    ("medusa", 3, _OWN_HEADS, "tokens per step of decoding"),
+    ("grpo", 2, _GENERATED, "mean reward of the first three steps"),
+    ("grpo", 2, _OTHER_LOSS, "step   1"),
+    ("trl_grpo", 2, _GENERATED, "mean reward of the first three steps"),
+    ("trl_distill", 3, [*_TRAINED, "--layers", "2", "--new-tokens", "4"], "student's perplexity of held-out text"),
+    ("on_policy_distillation", 0, _SHORT_TEXTS, "KL(student, teacher) on held-out text"),
 ]
 
 
-@pytest.mark.parametrize(("name", "files", "arguments", "expected", "adapted"), RUNS)
-def test_the_examples_run(saved_model, run_here, name, files, arguments, expected, adapted, request):
-    steps = request.getfixturevalue("steps_of_adapters") if adapted else [True]
+@pytest.mark.parametrize(("name", "files", "arguments", "expected"), RUNS)
+def test_the_examples_run(saved_model, run_here, name, files, arguments, expected):
     paths = [part for option, file in _FILES[:files] for part in (option, saved_model / file)]
     printed = run_here(name, *paths, *arguments)
     assert expected in printed
     assert "nan" not in printed
-    assert steps
-    assert all(steps)
 
 
 @pytest.mark.slow

@@ -59,7 +59,8 @@ class Block:
         columns: slice = ALL,
     ) -> Block:
         """A block of these tokens, and of some columns where their ``constants`` are known."""
-        chosen, device = _columns(part, asked, columns), part.hidden.device
+        chosen = _columns(part, asked, columns)
+        device = part.hidden.device
         size = padded(_width(chosen) + 1)
         memory = torch.empty(len(part.hidden), size, dtype=wide_dtype(plan.products.dtype), device=device)
         block = cls(part, asked, plan, chosen, memory, None, constants or {})
@@ -127,7 +128,8 @@ class Block:
     @cached_property
     def here(self) -> Tensor:
         """Which of the kept columns ``[R, K]`` are no padding, and this rank's."""
-        there, owned = self.part.kept >= 0, self.part.head.ranks.local(self.part.kept.clamp(min=0))[1]
+        there = self.part.kept >= 0
+        owned = self.part.head.ranks.local(self.part.kept.clamp(min=0))[1]
         return there if owned is None else there & owned
 
     @cached_property
@@ -366,7 +368,8 @@ class Block:
             return out.zero_()
         part = self.part
         if isinstance(self.columns, slice):
-            labels, first = part.labels.contiguous(), part.head.ranks.first + self.columns.start
+            labels = part.labels.contiguous()
+            first = part.head.ranks.first + self.columns.start
         else:
             labels, first = self._label(-1), 0
         return softmax_gradient_into(
@@ -405,7 +408,8 @@ class Block:
 
         A column that is not here has the place of another one, to whose gradient it adds nothing.
         """
-        ids, terms = self._selected(), torch.stack([upstream[name] for name in upstream.keys() & _SELECTED]).sum(0)
+        ids = self._selected()
+        terms = torch.stack([upstream[name] for name in upstream.keys() & _SELECTED]).sum(0)
         assert ids is not None
         places, here = self._places(ids)
         terms = terms if here is None else torch.where(here, terms, 0.0)
@@ -436,7 +440,8 @@ class Collected:
     products of all of them are taken together, so that they are tall, and few parts are added up."""
 
     def __init__(self, target: Target, plan: Plan, count: int) -> None:
-        columns, device = padded(target.head.weights.columns), target.hidden.device
+        columns = padded(target.head.weights.columns)
+        device = target.hidden.device
         self.memory = torch.empty(count, columns, dtype=plan.products.dtype, device=device)
         self.plan, self.columns = plan, slice(0, 0)
 
@@ -449,7 +454,8 @@ class Collected:
     def add_gradients(self, part_of: Callable[[slice], Target], rows: slice, grads: Gradients) -> Tensor | None:
         """As a block's, of all tokens."""
         part = part_of(rows)
-        weights, grad = part.head.weights, self.memory[:, : _width(self.columns)]
+        weights = part.head.weights
+        grad = self.memory[:, : _width(self.columns)]
         weights.add_gradients(grads, grad, part.hidden, self.columns)
         return weights.hidden_gradient(grad, self.columns) if self.plan.hidden else None
 
@@ -460,7 +466,8 @@ def statistics_by_columns(part: Target, asked: tuple[Statistic, ...], plan: Plan
     names = {s.name for s in asked}
     names |= {"max_logit"} if "argmax" in names else set()
     count, size = part.head.weights.columns, plan.products.columns
-    parts, sizes = list[dict[str, Tensor]](), list[int]()
+    parts = list[dict[str, Tensor]]()
+    sizes = list[int]()
     for start in range(0, count, size):
         columns = slice(start, min(start + size, count))
         tile = Block.of(part, asked, plan, {}, columns)

@@ -125,7 +125,8 @@ def statistics(
     if not is_dynamo_compiling():
         return stream.statistics(targets, names, options, metrics)
     # Backward reads log-sum-exps.
-    asked, wanted = asked_for(names, (*metrics, "lse")), asked_for(names, metrics)
+    asked = asked_for(names, (*metrics, "lse"))
+    wanted = asked_for(names, metrics)
     return [
         {s.name: values[s.name] if s.differentiable else values[s.name].detach() for s in wanted}
         for values in traced("statistics", targets, asked, list(targets), asked, options)[1]
@@ -154,7 +155,8 @@ def loss_sum(
     losses: list[Tensor] = []
     numbers: list[Values] = []
     for target, loss, values in zip(targets, token_losses, statistics(targets, names, options, metrics), strict=True):
-        shape, flat = target.labels.shape, {n: v.flatten(0, target.labels.dim() - 1) for n, v in values.items()}
+        shape = target.labels.shape
+        flat = {n: v.flatten(0, target.labels.dim() - 1) for n, v in values.items()}
         active = target.labels.flatten() != options.ignore_index
         total, of_tokens = stream.of_values(loss, flat, slice(None), len(shape), active)
         losses.append(total)

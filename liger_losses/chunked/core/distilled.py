@@ -163,7 +163,8 @@ def projected_teacher(
     if head.adapters or head.ranks is not ALONE:
         raise ValueError("a projected teacher's head must be whole, without adapters; gather it, or merge them.")
     rows = hidden_states.detach().flatten(0, -2)
-    shares, wide = projection.detach().to_sparse_csr(), torch.promote_types(torch.float32, rows.dtype)
+    shares = projection.detach().to_sparse_csr()
+    wide = torch.promote_types(torch.float32, rows.dtype)
     # A product in half precision is rounded on CPUs.
     operand = wide if rows.device.type == "cpu" else rows.dtype
     opened = head.open(Products(operand, head.vocab_size))
@@ -216,7 +217,8 @@ class TeacherTopK:
         """Raise ValueError for values that are wrong for the tokens that ``mask`` names; synchronizes."""
         if torch.compiler.is_dynamo_compiling():
             return
-        logps, indices = self.logps[mask], self.indices[mask]
+        logps = self.logps[mask]
+        indices = self.indices[mask]
         outside, twice = wrong_columns(indices, vocab_size)
         known = f"indices must be in [0, {vocab_size}), the student's vocabulary; drop columns that the student lacks"
         wrong = {

@@ -300,7 +300,8 @@ def _matrix(weight: Tensor, quantized: QuantizedWeight | None, adapters: tuple[L
 def _joined(ours: LogitTransform, theirs: LogitTransform) -> LogitTransform:
     values, none = {}, LogitTransform()
     for name in LogitTransform.__match_args__:
-        first, second = getattr(ours, name), getattr(theirs, name)
+        first = getattr(ours, name)
+        second = getattr(theirs, name)
         values[name] = first if _differ(first, getattr(none, name)) else second
         if _differ(second, getattr(none, name)) and _differ(second, values[name]):
             raise ValueError(f"{name} was given twice: the head has {first!r}, and {second!r} is beside it; give one.")
@@ -354,7 +355,8 @@ def side_by_side(hidden_states: Tensor, adapters: tuple[LowRank, ...]) -> tuple[
         dropped = F.dropout(hidden_states, adapter.dropout)  # itself where nothing is dropped
         parts.append(F.linear(dropped.to(adapter.a.dtype), adapter.a) * adapter.scale)
     # Adapters may be wider than the model, as PEFT's are: they are rounded to the dtype in which products are taken.
-    hidden, columns = torch.cat([part.to(dtype) for part in parts], -1), [adapter.b for adapter in adapters]
+    hidden = torch.cat([part.to(dtype) for part in parts], -1)
+    columns = [adapter.b for adapter in adapters]
     return hidden, columns[0] if len(columns) == 1 else torch.cat(columns, -1)
 
 

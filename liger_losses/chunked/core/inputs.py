@@ -126,7 +126,8 @@ def targets_of(
         class_weight: of all targets.
         inputs: other arguments of the call, which may be lists too.
     """
-    many, of_all = several(hidden_states, weight), {HIDDEN: hidden_states, "heads": weight, "labels": labels}
+    many = several(hidden_states, weight)
+    of_all = {HIDDEN: hidden_states, "heads": weight, "labels": labels}
     of_all |= {"bias": bias, "shift": shift, "selected": selected}
     count = count_targets(**of_all, **inputs) if many else 1
     of_each = [one_each(value, count) if many else [value] for value in of_all.values()]
@@ -136,7 +137,8 @@ def targets_of(
         check_device("the weight", heads[0].weight.device, **{f"the weight of head {k}": head.weight})
     for y in of_labels if many or shift else ():
         check_labels(y)
-    shifted, targets = [shift_labels(y, ignore_index, int(n)) for y, n in zip(of_labels, positions, strict=True)], []
+    shifted = [shift_labels(y, ignore_index, int(n)) for y, n in zip(of_labels, positions, strict=True)]
+    targets = []
     for i, head in enumerate(heads):
         fields = {"temperature": head.transform.temperature, "selected": columns[i]}
         if many:
@@ -147,7 +149,8 @@ def targets_of(
 
 def of_target(values: Any, labels: Sequence[Tensor], i: int) -> Any:
     """One target's part of a tensor ``[T, ...]`` of the tokens of all targets; what is no such tensor as it is."""
-    shape, sizes = labels[i].shape, [part.numel() for part in labels]
+    shape = labels[i].shape
+    sizes = [part.numel() for part in labels]
     if not isinstance(values, Tensor) or values.shape[:1] != (sum(sizes),) or values.shape[: len(shape)] == shape:
         return values
     return values.split(sizes)[i].view(*shape, *values.shape[1:])
@@ -468,7 +471,8 @@ def checked_parts(
         return [uncut, *cut] if others or not cut else cut
     kind = next(kind for kind, number in enumerate(numbers) if number)
     token = int(wrong[kind].int().argmax())
-    ids, label = support.row(token + shift), int(whole.labels.flatten()[token])
+    ids = support.row(token + shift)
+    label = int(whole.labels.flatten()[token])
     where = f"token {token + shift} of the flattened labels"
     if kind == 2:
         checks.check_vocabulary([label], size, ignore_index)

@@ -444,7 +444,8 @@ def linear_divergence(
     Raises:
         TypeError, ValueError: shapes, dtypes or devices that do not fit together.
     """
-    student, comparison = Head.of(head, bias, transform), (teacher, divergence, temperature)
+    student = Head.of(head, bias, transform)
+    comparison = (teacher, divergence, temperature)
     targets = inputs.compared_targets(hidden_states, student, labels, comparison, options.ignore_index)
     names: list[Any] = [Statistic("divergence", divergence=divergence), *["logp"] * logp]
     return added(compiled.statistics(targets, names, options))
@@ -479,7 +480,8 @@ def linear_divergence_loss(
     Raises:
         TypeError, ValueError: as :func:`linear_divergence`; no weights, or weights that are not one per token.
     """
-    student, comparison = Head.of(head, bias, transform), (teacher, divergence, temperature)
+    student = Head.of(head, bias, transform)
+    comparison = (teacher, divergence, temperature)
     targets = inputs.compared_targets(hidden_states, student, labels, comparison, options.ignore_index)
     if not isinstance(weights, Mapping) or not weights:
         raise ValueError(f"weights must be a dictionary such as {{'divergence': token_weights}}, got {weights!r}.")

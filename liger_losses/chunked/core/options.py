@@ -50,7 +50,8 @@ class EngineOptions:
         if isinstance(self.compact, (str, float)):  # all texts would be true
             raise TypeError(f"compact must be True or False, got {self.compact!r}.")
         for name, least in (("workspace", 1), ("chunk_size", 1), ("keep", 0)):
-            value, what = getattr(self, name), "a positive integer" if least else "a number of bytes, 0 or more"
+            value = getattr(self, name)
+            what = "a positive integer" if least else "a number of bytes, 0 or more"
             if value is not None and (isinstance(value, bool) or not isinstance(value, Integral) or value < least):
                 raise ValueError(f"{name} must be {what}, got {value!r}.")
         if self.accum_dtype not in (None, torch.float32):

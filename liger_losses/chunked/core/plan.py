@@ -114,8 +114,10 @@ def signature(
     backend = choose_backend(options.backend, [(device, wide_dtype(dtype))], dtypes=LOGIT_DTYPES)
     # Half precision on CUDA and in Triton, fp32 where CPUs would round products.
     rounds = dtype in HALF_DTYPES and device.type != "cuda" and backend != "triton"
-    operand, columns = torch.float32 if rounds else dtype, head.ranks.most(head.weights.columns)
-    matrices, of_teacher = [head.weights], dict[str, Any]()
+    operand = torch.float32 if rounds else dtype
+    columns = head.ranks.most(head.weights.columns)
+    matrices = [head.weights]
+    of_teacher = dict[str, Any]()
     several_terms, copied, copy = bias is not None and bias.requires_grad, 0, 0
     statistics, metrics, in_torch = list[str](), list[str](), False
     for s in asked:
@@ -249,7 +251,8 @@ def device_memory(device: torch.device) -> int:
 
 def row_bytes(call: Signature) -> int:
     """Of a token in the core's block: logits of both models, hidden states and their gradients, kept rows."""
-    item, operand = wide_dtype(call.operand).itemsize, call.operand.itemsize
+    item = wide_dtype(call.operand).itemsize
+    operand = call.operand.itemsize
     logits = item * (padded(call.columns + 1) + padded(call.teacher_columns))
     gathered = call.columns * call.hidden_size * (2 * operand + item) if call.kept else 0
     return logits + call.hidden_size * (operand + 2 * item) + call.teacher_size * operand + gathered
@@ -260,7 +263,8 @@ def usual_bytes(call: Signature, row: int, collects: bool, most_parts: int = MOS
     twice as many, or so many that they are few parts, whose rows are shorter than the core's; or of the gradients of up
     to 2048, if these are collected, by which that of the weight is a sum of few parts. Ranks that share a vocabulary
     wait for each other in each block, so each block has as many times the tokens. Between 64 MiB and 1.5 GiB."""
-    tokens, most = USUAL_TOKENS * call.ranks, 1536 * MiB
+    tokens = USUAL_TOKENS * call.ranks
+    most = 1536 * MiB
     if call.device.type != "cpu" and (call.teacher_columns or not call.trains):
         tokens //= 2
     size = tokens * row_bytes(call)
@@ -268,7 +272,8 @@ def usual_bytes(call: Signature, row: int, collects: bool, most_parts: int = MOS
         few = -(-call.trained // most_parts) if call.trains_weight and not call.kept else 0
         size = max(size, 2 * tokens * row, few * row)
     if collects and has_many_parts(call, tokens):
-        together, few = 2 * USUAL_TOKENS, -(-call.trained // MOST_PARTS // 128) * 128
+        together = 2 * USUAL_TOKENS
+        few = -(-call.trained // MOST_PARTS // 128) * 128
         if call.teacher_columns:  # all logits again would be twice as many products
             together, most = min(max(together, few), call.tokens), max(most, call.memory // MEMORY_PARTS)
         else:
@@ -289,7 +294,8 @@ def has_many_parts(call: Signature, tokens: int) -> bool:
 
 def collected_bytes(call: Signature) -> int:
     """Of a token whose gradient is collected, its hidden state and the gradient of that."""
-    item, operand = wide_dtype(call.operand).itemsize, call.operand.itemsize
+    item = wide_dtype(call.operand).itemsize
+    operand = call.operand.itemsize
     return padded(call.columns) * operand + call.hidden_size * (operand + 2 * item)
 
 
@@ -364,7 +370,8 @@ def by_blocks(
     # Of losses of single tokens of several targets, a buffer in fp32 is faster than all of their logits again.
     targets = call.targets_of_many_parts
     few_parts = targets and not (call.kept or (targets > 1 and not call.gradients_in_backward))
-    tile, parts = None, -(-call.trained // tokens)
+    tile = None
+    parts = -(-call.trained // tokens)
     if not keeps and (dequantizes or few_parts):
         copied_bytes = call.copied_bytes if by_steps else 0
         tile = _tile(call, size + copied * copied_bytes, copied_bytes)
@@ -488,7 +495,8 @@ def _tile(call: Signature, size: int, copied: int) -> Tile:
     """Where a pass goes by columns, each of which takes so many bytes while it is copied: most of the memory goes to
     tokens, so that each part of the weight's gradient is written, and each row of the head copied, once or a few times;
     but a tile needs enough columns to keep the device busy."""
-    item, operand = wide_dtype(call.operand).itemsize, call.operand.itemsize
+    item = wide_dtype(call.operand).itemsize
+    operand = call.operand.itemsize
     token = call.hidden_size * (item * call.trains + operand) + call.teacher_size * operand
     entry = item * (2 if call.teacher_columns else 1)
     columns = min(MIN_TILE_COLUMNS, call.columns, isqrt(size // (4 * entry)), size // 4 // max(copied, 1)) or 1

@@ -175,7 +175,8 @@ def _rows_4bit(packed: Tensor, state: Any, start: int, stop: int) -> Tensor:
     (height, width), nested = state.shape, state.state2
     scales = 1 if nested is None else nested.blocksize
     size = state.blocksize * scales
-    first, last = start * width // size, -(-stop * width // size)
+    first = start * width // size
+    last = -(-stop * width // size)
     count = min(last * size, height * width) - first * size
     codes = packed.flatten()[first * size // 2 : -(-(first * size + count) // 2), None]
     fields = {name: getattr(state, name) for name in ("code", "blocksize", "quant_type", "dtype", "offset")}
@@ -195,7 +196,8 @@ def _rows_4bit_cpu(packed: Tensor, state: Any, start: int, stop: int) -> Tensor:
     32 rows take ``[H / 2, 32]`` bytes: each line has two columns of these rows, rows 0 to 15 in the low halves and rows
     16 to 31 in the high ones. The scales are ``[H / blocksize, V]``.
     """
-    width, first = state.shape[1], start % 32
+    width = state.shape[1]
+    first = start % 32
     part = packed.view(-1, width // 2, 32)[start // 32 : -(-stop // 32)]
     codes = torch.cat([part & 15, part >> 4], -1).unflatten(-1, (32, 2)).transpose(1, 2).reshape(-1, width)
     values = state.code.float()[codes[first : first + stop - start].int()]

@@ -106,7 +106,8 @@ def table_gradient(
     log_p = finite_logs(epilogue(z) - constants["lse"][:, None])
     there, p, total = log_p > -1e4, log_p.exp(), torch.zeros_like(log_p)
     for s in asked:
-        g, sums = upstream[s.name], constants[s.name + " psi"]
+        g = upstream[s.name]
+        sums = constants[s.name + " psi"]
         psi = torch.where(there, s.derivative(log_p, vocab_size), 0.0)
         total += g[:, None] * (psi - p * sums[:, None])
     return total
@@ -127,12 +128,14 @@ def largest(z: Tensor, epilogue: Epilogue, k: int) -> tuple[Tensor, Tensor]:
         return torch.cat([top.values for top in tops]), torch.cat([top.indices for top in tops])
     size = 1 << (isqrt(columns // k).bit_length() - 1)
     count = columns // size
-    projected, maxima = z[:, : count * size].unflatten(1, (size, count)), list[Tensor]()
+    projected = z[:, : count * size].unflatten(1, (size, count))
+    maxima = list[Tensor]()
     grows = bias is None and transform.logit_scale > 0  # the largest logits are those of the largest projections
     shifts = None if bias is None else bias[: count * size].unflatten(0, (size, count))
     step = count if grows else max(count // _PARTS, 1)
     for start in range(0, count, step):
-        part, at = projected[..., start : start + step], slice(start, start + step)
+        part = projected[..., start : start + step]
+        at = slice(start, start + step)
         maxima.append((part if grows else transform(part, None if shifts is None else shifts[:, at])).amax(1))
     groups = torch.cat(maxima, 1).topk(k, -1).indices
     ids = (groups[..., None] + count * torch.arange(size, device=z.device)).flatten(1)
@@ -161,7 +164,8 @@ def rest(
     Their projections are -inf while the sum is taken. ``memory`` has one column more than there are, which stands for
     columns of other ranks.
     """
-    z, transform = memory[:, :columns], epilogue.transform
+    z = memory[:, :columns]
+    transform = epilogue.transform
     by_logits = transform.softcap is not None or transform.logit_scale <= 0
     if by_logits:  # the logit of -inf, here a mark, is another number
         z.clamp_(min=torch.finfo(z.dtype).min)

@@ -135,7 +135,8 @@ def open_streams(
         streams.append(Stream(target, target.counted, asked, plan))
         beyond = beyond or plan.beyond_workspace
         for leaf in of_target:  # the widest dtype that a plan asks for
-            known, dtype = of_all.setdefault(id(leaf.tensor), leaf), leaf.accumulate or plan.accumulate
+            known = of_all.setdefault(id(leaf.tensor), leaf)
+            dtype = leaf.accumulate or plan.accumulate
             if known.accumulate is None and dtype is not None:
                 of_all[id(leaf.tensor)] = replace(known, accumulate=dtype)
     if beyond:
@@ -189,7 +190,8 @@ def _count(
     labels = [target.labels.reshape(-1).contiguous() for target in targets]  # as kernels read them
     backend = choose_backend(backend, [(labels[0].device, torch.float32)])
     masks = [mask if mask is None else mask.reshape(-1).contiguous() for mask in masks]
-    facts, of_all = label_facts(labels, ignored, masks, backend=backend), list[Target]()
+    facts = label_facts(labels, ignored, masks, backend=backend)
+    of_all = list[Target]()
     for target, y, mask, numbers in zip(targets, labels, masks, start_reading(facts, _WHAT)(), strict=True):
         (count, low, high, trained), index = numbers, None
         if mask is not None and trained < count:
@@ -222,7 +224,8 @@ class _Statistics(torch.autograd.Function):
         with device_of(streams[0].target.hidden), _without_autocast(streams[0].target.hidden.device):
             for stream, values in zip(streams, known or [{}] * len(streams), strict=True):
                 if values and (stream.plan.tile is None or {s.name for s in stream.asked} <= {*OF_KERNELS}):
-                    of_rows, block = ({} if stream.plan.tile is None else stream.gathered(values)), None
+                    of_rows = {} if stream.plan.tile is None else stream.gathered(values)
+                    block = None
                 else:
                     of_rows, block = _first_pass(stream)
                     values = stream.spread(stream.masked({s.name: of_rows[s.name] for s in stream.asked}))
@@ -283,7 +286,8 @@ def concatenated(parts: list[Values]) -> Values:
 
 def live_tokens(streams: Sequence[Stream], upstream: Sequence[Values]) -> list[Tensor | None]:
     """Of each stream the tokens that have a gradient, ``None`` for all: the host waits for all numbers at once."""
-    live, masks = list[Tensor | None]([None] * len(streams)), dict[int, Tensor]()
+    live = list[Tensor | None]([None] * len(streams))
+    masks = dict[int, Tensor]()
     capturing = streams[0].target.hidden.is_cuda and torch.cuda.is_current_stream_capturing()
     for i, (stream, values) in enumerate(zip(streams, upstream, strict=True)):
         # Ranks that share a vocabulary would all have to find the same number.
@@ -331,7 +335,8 @@ def _again(stream: Stream, constants: Values, upstream: Values, live: Tensor | N
 
     Without ``constants``, a block has its own.
     """
-    plan, count = stream.plan, stream.tokens.count if live is None else len(live)
+    plan = stream.plan
+    count = stream.tokens.count if live is None else len(live)
     columns = [ALL] if plan.tile is None else slices(0, stream.target.head.weights.columns, plan.tile.columns)
     for at in slices(0, count, plan.block_tokens if plan.tile is None else plan.tile.tokens):
         rows: Rows = at if live is None else live[at]
@@ -541,16 +546,19 @@ def loss_sum(
     asked = asked_for(names, metrics)
     check_call(targets, asked, options, sums_losses=True)
     streams, leaves = open_streams(targets, asked, options, [loss.trained for loss in token_losses])
-    numbers, totals = list[Values](), list[Tensor]()
+    numbers = list[Values]()
+    totals = list[Tensor]()
     if streams[0].plan.gradients_in_backward:
         for stream, loss, values in zip(streams, token_losses, _statistics_of(streams, leaves, []), strict=True):
-            rows, dims = stream.places(slice(0, stream.tokens.count)), stream.target.labels.dim()
+            rows = stream.places(slice(0, stream.tokens.count))
+            dims = stream.target.labels.dim()
             of_stream, named = of_values(loss, stream.gathered(values), rows, dims, stream.tokens.active)
             totals.append(of_stream)
             numbers.append(named)
         total = torch.stack(totals).sum().to(wide_dtype(streams[0].plan.products.dtype))
     else:
-        order, tensors = list[list[str]](), [leaf.tensor for leaf in leaves]
+        order = list[list[str]]()
+        tensors = [leaf.tensor for leaf in leaves]
         total, *outputs = _Losses.apply(streams, list(token_losses), leaves, order, *tensors)
         left = iter(outputs)
         numbers = [{name: next(left) for name in of_stream} for of_stream in order]

@@ -105,7 +105,8 @@ class TeacherLogits:
             logits = rows_of(self.logits.detach(), rows, 1, active)
             return replace(self, logits=logits, temperature=temperature)
         places = torch.arange(rows.start, rows.stop, device=device) if isinstance(rows, slice) else rows
-        logits, expected = self.logits(places), (len(places), self.vocab_size)
+        logits = self.logits(places)
+        expected = (len(places), self.vocab_size)
         if not isinstance(logits, Tensor) or logits.shape != expected:
             raise ValueError(f"the teacher's function must return logits {list(expected)}, got {described(logits)}.")
         return replace(self, logits=rows_of(logits.detach(), slice(None), 1, active), temperature=temperature)
@@ -137,7 +138,8 @@ def check_columns(teacher: Any, student: Any) -> None:
     ours, theirs = student.vocab_size, teacher.vocab_size
     if ours == theirs or teacher.columns_correspond:
         return
-    differ, kind = f"the student has {ours} columns and the teacher {theirs}", type(teacher).__name__
+    differ = f"the student has {ours} columns and the teacher {theirs}"
+    kind = type(teacher).__name__
     advice = (
         f"if the first {min(ours, theirs)} columns of both are the same tokens, say so with {kind}(..., "
         "columns_correspond=True); if not, take a teacher with the student's vocabulary." + see("teachers")

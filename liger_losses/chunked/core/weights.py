@@ -139,7 +139,8 @@ class Dense:
         extra = -size % FIXED_DEPTH
         hidden, product = F.pad(hidden, (0, extra, 0, -count % most)), out.new_empty(most, width)
         for first in range(start, stop, width):
-            rows, place = F.pad(self.rows(slice(first, min(first + width, stop))), (0, extra)), first - start
+            rows = F.pad(self.rows(slice(first, min(first + width, stop))), (0, extra))
+            place = first - start
             for at in range(0, count, most):
                 of_rows = matmul_into(product[:, : len(rows)], hidden[at : at + most], rows.t())
                 out[at : at + most, place : place + len(rows)] = of_rows[: count - at]
@@ -286,7 +287,8 @@ class WithAdapters(Concatenated):
         return hidden, matmul_into(hidden.new_empty(len(hidden), len(self.a)), hidden, self.opened.t())
 
     def hidden_gradient(self, grad: Tensor, columns: Columns, out: Tensor | None = None) -> Tensor:
-        wide, low = wide_dtype(grad.dtype), self.extra.hidden_gradient(grad, columns)
+        wide = wide_dtype(grad.dtype)
+        low = self.extra.hidden_gradient(grad, columns)
         return self.base.hidden_gradient(grad, columns, out).to(wide).addmm_(low.to(wide), self.opened.to(wide))
 
     def add_gradients(self, grads: Gradients, grad: Tensor, hidden: Tensor, columns: Columns) -> None:

@@ -5,7 +5,6 @@ import torch
 
 from liger_losses.layers import glu, layer_norm, rms_norm, rope
 from liger_losses.layers.launches import Launches
-from liger_losses.modules import RMSNorm, SwiGLUMLP
 from tests.reference import relative_error, tensors_of
 from tests.results.compiled import DEVICE, HALF, assert_same, compiled, gradients
 
@@ -91,15 +90,6 @@ def test_kernels_under_autocast_and_without_gradients():
         with torch.autocast(DEVICE, dtype=torch.bfloat16), torch.no_grad():
             assert_same(function(x, y), call_all(x, y), HALF)
     assert counter.frame_count == 2
-
-
-def test_modules():
-    norm, mlp = RMSNorm(WIDTH, device=DEVICE), SwiGLUMLP(WIDTH, 40, device=DEVICE)
-    function, counter = compiled(lambda x: mlp(norm(x)))
-    x = torch.randn(2, WIDTH, device=DEVICE, requires_grad=True)
-    inputs = (x, *norm.parameters(), *mlp.parameters())
-    torch.testing.assert_close(gradients(function(x), inputs), gradients(mlp(norm(x)), inputs), rtol=1e-5, atol=1e-5)
-    assert counter.frame_count == 1
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

@@ -102,7 +102,7 @@ AROUND = {
     "scaled": lambda self, base, x: base(x) * 1.0001,
     "shifted": lambda self, base, x: base(x) + 1e-4,
     "dropped": lambda self, base, x: F.dropout(base(x), 0.1, self.training),
-    "noisy": lambda self, base, x: base(x) + 0 * torch.randn(1),
+    "noisy": lambda self, base, x: base(x) + 0 * torch.randn(()),
     "for evaluation": lambda self, base, x: base(x) if self.training else x,
     "for training": lambda self, base, x: base(x) * (1 if self.training else 1.01),
     "for inference": lambda self, base, x: base(x) * (1 if torch.is_grad_enabled() else 1.01),

@@ -450,21 +450,13 @@ def test_replaced_functions_are_those_that_are_called(monkeypatch):
     assert_same(*results[::-1])
 
 
-def test_a_context_is_of_its_models():
-    one, other, ids = llama(), llama(), batch()["input_ids"]
-    patch_head(one)
-    patch_head(other)
-    with pending_logits(one):
-        assert isinstance(one(ids).logits, PendingLogits)
-        assert type(other(ids).logits) is torch.Tensor
-    assert type(one(ids).logits) is torch.Tensor
-
-
-def test_a_context_is_of_its_thread():
-    """Another one gets logits, or trains the same model without them."""
-    model, ids, found = llama(), batch()["input_ids"], []
+def test_a_context_is_of_its_models_and_its_thread():
+    """Another thread gets logits, or trains the same model without them."""
+    model, other, ids, found = llama(), llama(), batch()["input_ids"], []
     patch_head(model)
+    patch_head(other)
     with pending_logits(model):
+        assert type(other(ids).logits) is torch.Tensor
         for arguments in ({"input_ids": ids}, batch()):
             thread = threading.Thread(target=lambda a=arguments: found.append(type(model(**a).logits)))
             thread.start()

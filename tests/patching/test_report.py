@@ -23,8 +23,11 @@ def test_the_report_prints_as_a_table():
 
 def test_patching_again_says_that_nothing_was_changed():
     model, again = small(vocab_size=61), "already patched; nothing was changed"
-    lines = [str(patch(model, **options)).splitlines() for options in ({"loss_head": False}, {}, {})]
-    assert [line[-1] == again for line in lines] == [False, False, True]
+    reports = [patch(model, **options) for options in ({"loss_head": False}, {}, {})]
+    assert [str(report).splitlines()[-1] == again for report in reports] == [False, False, True]
+    assert reports[1].entries == reports[2].entries
+    model.model.layers[0].mlp = small(vocab_size=61).model.layers[0].mlp
+    assert again not in str(patch(model))
     unpatch(model)  # without which tiles do not change
     lines = [str(patch(model, **options)).splitlines() for options in ({"tile_mlps": 8}, {"tile_mlps": 8}, {})]
     assert [line[-1] == again for line in lines] == [False, True, True]
@@ -34,6 +37,8 @@ def test_patching_again_says_that_nothing_was_changed():
 
 
 def test_a_model_without_its_head_is_named():
+    """It may also be without weights."""
     with torch.device("meta"):
         report = patch(transformers.LlamaModel(transformers.LlamaConfig(num_hidden_layers=1)))
+    assert report.counts == {"rms_norm": 3, "glu (silu)": 1, "rope": 1, "left": 1}
     assert report.left[0].reason.endswith("pass the model with its lm_head (AutoModelForCausalLM)")

@@ -13,6 +13,7 @@ from torch import nn
 
 from benchmarks.coverage import model_zoo
 from benchmarks.coverage.patches import difference, loss_and_grads
+from liger_losses.patching import rotations
 from liger_losses.patching.patch import patch, unpatch
 from liger_losses.patching.probing import Mismatch
 from liger_losses.patching.rotations import Rotation
@@ -66,6 +67,12 @@ def _of_the_last(q, k, cos, sin, unsqueeze_dim=1):
 def test_near_misses_of_rotations_are_left(function):
     with pytest.raises(Mismatch):
         match_rotation(function)
+
+
+@pytest.mark.parametrize(("batch", "of_angles", "probed"), [(2, 2, True), (2, 1, True), (1, 3, False), (2, 3, False)])
+def test_rotations_of_shapes_that_the_function_would_broadcast(batch, of_angles, probed):
+    q, k, cos = torch.ones(batch, 4, 5, 16), torch.ones(batch, 2, 5, 16), torch.ones(of_angles, 5, 16)
+    assert rotations._was_probed(q, k, cos, cos, unsqueeze_dim=1) == probed
 
 
 # Modules that call them

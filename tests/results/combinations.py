@@ -520,20 +520,15 @@ def found_by(row: Row, given: Inputs, part: Any = None, workspace: int | None = 
         common["token_inputs"] = {"w": masks[0] if one else masks}
         function = _with_derivatives if "derivatives" in row.asks else _token_loss
         return [ll.linear_token_loss(*arguments, function, ("logp", "entropy", "lse"), **common)[0]]
-    names: tuple[str, ...] = ("selected_logps", "logp")
+    of_columns, metrics = ("selected_logps", "logp"), {"metrics": METRICS, "largest": ("columns",)}.get(row.asks, ())
+    asked = {"selected": of_columns, "largest": of_columns, "registered": ("second_moment_of_shares", "logp")}
     if row.asks in ("selected", "largest"):
         columns: Any = [columns_of(y, row.sizes.vocab) for y in labels]
-        columns = ll.Largest(3) if row.asks == "largest" else columns[0] if one else columns
-        metrics = ("columns",) if row.asks == "largest" else ()
-        found = ll.linear_statistics(*arguments, names, selected=columns, metrics=metrics, **common)
-    elif row.asks == "registered":
-        names = ("registered", "logp")
-        found = ll.linear_statistics(*arguments, ("second_moment_of_shares", "logp"), **common)
-    else:
-        metrics = METRICS if row.asks == "metrics" else ()
-        names = (*row.statistics, *metrics)
-        found = ll.linear_statistics(*arguments, row.statistics, metrics=metrics, **common)
-    return [getattr(each, name) for each in ([found] if one else found) for name in names]
+        common["selected"] = ll.Largest(3) if row.asks == "largest" else columns[0] if one else columns
+    found = ll.linear_statistics(*arguments, asked.get(row.asks, row.statistics), metrics=metrics, **common)
+    names = {"registered": ("registered", "logp"), "metrics": (*row.statistics, *METRICS)}
+    read = names.get(row.asks, asked.get(row.asks, row.statistics))
+    return [getattr(each, name) for each in ([found] if one else found) for name in read]
 
 
 def _temperature(row: Row, labels: list[Tensor]) -> Any:

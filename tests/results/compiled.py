@@ -1,10 +1,12 @@
 """Every loss and operation in compiled functions: calls of :mod:`tests.results.losses`, in fp32."""
 
+from functools import partial
+
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from liger_losses import AdaptiveEntropy, ChunkedLoss, Completions, Head, LogitTransform, PreferenceLoss
+from liger_losses import AdaptiveEntropy, ChunkedLoss, Head, LogitTransform, PreferenceLoss
 from tests.losses import CE, DPO, GRPO, JSD
 from tests.reference import relative_error, tensors_of
 from tests.results import losses as calls
@@ -83,15 +85,6 @@ def with_reference(call):
     return lambda loss, head, d: call(loss, head, reference(head), d)
 
 
-def completions(loss, head, d):
-    """Two groups of completions, the second one shorter."""
-    groups = [
-        Completions(*[d[name][rows] for name in ("h", "y", "other")])
-        for rows in (slice(2), (slice(2, 4), slice(1, None)))
-    ]
-    return loss(head, *groups, ref_weight=reference(head))
-
-
 class Focal(ChunkedLoss):
     def loss(self, statistics, mask, gamma=2.0):
         p = statistics.logp.exp()
@@ -122,7 +115,10 @@ LOSSES = {
         lambda: calls.weighted(torch.linspace(0.5, 1.5, V, device=DEVICE)),
         lambda loss, head, d: loss(head, torch.tanh(d["h"]), d["y"]),
     ),
-    "DPO, several": (lambda: DPO(loss_type=["ipo", "sft"], ld_alpha=0.4), completions),
+    "DPO, several": (
+        lambda: DPO(loss_type=["ipo", "sft"], ld_alpha=0.4),
+        with_reference(partial(calls.completions, start=1)),
+    ),
     "user's pairs": (Squared, pairs),
     "GRPO, two passes": (
         lambda: GRPO(

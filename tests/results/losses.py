@@ -63,11 +63,11 @@ def pairs(loss, head, ref, d):
     return loss(head, d["h"], d["y"], None, *((d["other"], ref) if loss.use_ref_model else ()))
 
 
-def completions(loss, head, ref, d):
+def completions(loss, head, ref, d, start=0):
+    """Those of the second group begin at a later position."""
     half = len(d["y"]) // 2
-    groups = [
-        ll.Completions(*[d[name][part] for name in ("h", "y", "other")]) for part in (slice(half), slice(half, None))
-    ]
+    parts = slice(half), (slice(half, None), slice(start, None))
+    groups = [ll.Completions(*[d[name][part] for name in ("h", "y", "other")]) for part in parts]
     return loss(head, *groups, ref_weight=ref)
 
 
@@ -157,11 +157,6 @@ def orpo(p: Plain) -> Tensor:
     return -0.1 * F.logsigmoid(chosen - rejected).mean() + p.nll
 
 
-def bco(p: Plain) -> Tensor:
-    rewards = 0.1 * (p.logp - p.ref).sum(1)
-    return -F.logsigmoid(torch.where(p.d["signs"] > 0, 1.0, -1.0) * (rewards - rewards.mean().detach())).mean()
-
-
 def clipped(p: Plain, log_ratio: Tensor) -> Tensor:
     ratio, advantages = log_ratio.exp(), p.d["signs"][:, None]
     return -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
@@ -172,30 +167,9 @@ def grpo(p: Plain) -> Tensor:
     return p.mean(clipped(p, p.logp - p.d["logps"]) + 0.1 * (gap.exp() - gap - 1))
 
 
-def centered(p: Plain) -> Tensor:
-    """Truncated importance sampling less its mean over the whole vocabulary: of columns that the sampler has not said,
-    its probabilities are a multiple of the policy's."""
-    said, at = p.d["top_logps"].to(p.log_p.dtype).exp(), p.d["columns"]
-    p_said = p.log_p.detach().exp().gather(-1, at)
-    rest = (1 - said.sum(-1, keepdim=True)) / (1 - p_said.sum(-1, keepdim=True))
-    q = (p.log_p.detach().exp() * rest).scatter(-1, at, said)
-
-    def objective(log_p: Tensor, log_q: Tensor, advantages: Tensor) -> Tensor:
-        weight = (log_p.detach() - log_q).exp().clamp(max=1.1)
-        return weight * advantages * (1 + log_p - log_p.detach())
-
-    a = p.d["signs"][:, None]
-    return -p.mean(objective(p.logp, p.d["logps"], a) - (q * objective(p.log_p, q.log(), a[..., None])).sum(-1))
-
-
 def near_sampler(p: Plain) -> Tensor:
     teacher, student = of_buckets(p)
     return p.mean(clipped(p, p.logp - p.d["logps"]) + 0.2 * kl(student, teacher))
-
-
-def gspo(p: Plain) -> Tensor:
-    log_ratio = (p.logp - p.d["logps"]).where(p.mask, 0.0).sum(1) / p.lengths
-    return p.mean(clipped(p, log_ratio[:, None].expand_as(p.logp)))
 
 
 def of_buckets(p: Plain) -> list[Tensor]:
@@ -267,14 +241,14 @@ LOSSES = {
     "SimPO": Loss(SimPO, pairs),
     "ORPO": Loss(ORPO, pairs, orpo),
     "KTO": Loss(partial(KTO, use_ref_model=True), marked),
-    "BCO": Loss(BCO, marked, bco),
+    "BCO": Loss(BCO, marked),
     "GRPO": Loss(partial(GRPO, beta=0.1), policy, grpo),
     "GRPO, by items": Loss(
         partial(GRPO, beta=0.0, loss_type="dapo"),
         # The ranks of one head have one share of the items; processes with whole heads have one each.
         lambda loss, head, ref, d: policy(loss, head, ref, d, num_items_in_batch=40.0 / head.vocabulary_ranks),
     ),
-    "GRPO, sequences": Loss(partial(GRPO, beta=0.0, importance_sampling_level="sequence"), policy, gspo),
+    "GRPO, sequences": Loss(partial(GRPO, beta=0.0, importance_sampling_level="sequence"), policy),
     "GRPO, two passes": Loss(
         # A quantile between two tokens, however many processes have copies of them.
         partial(GRPO, beta=0.0, importance_sampling_level="sequence", top_entropy_quantile=0.3, entropy_coef=0.1),
@@ -293,7 +267,6 @@ LOSSES = {
     "GRPO, score centering": Loss(
         partial(GRPO, beta=0.0, loss_type="importance", delta=1.1, sampler_term="score_centering"),
         policy_of_sampler,
-        centered,
     ),
     "GRPO, near the sampler": Loss(
         partial(GRPO, beta=0.0, sampler_term="reverse_kl", sampler_coef=0.2), policy_of_sampler, near_sampler

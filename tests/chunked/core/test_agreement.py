@@ -61,22 +61,15 @@ def test_a_group_that_is_made_again_reads_nothing_of_the_former_one():
 
 def counted(patched, store):
     """How often this process reads from the store, and how many collectives it begins."""
-    counts = {"comparisons": 0, "collectives": 0}
+    counts, names = {"comparisons": 0, "collectives": 0}, ("all_reduce", "all_gather", "broadcast", "barrier")
+    of_dist = [(dist, name) for name in names] + [(agreement, "all_gather"), (ranks, "all_gather")]
+    for what, (owner, name) in (("comparisons", (type(store), "wait")), *(("collectives", place) for place in of_dist)):
 
-    def counting(owner, name, what):
-        original = getattr(owner, name)
-
-        def call(*arguments, **options):
+        def call(*arguments, what=what, original=getattr(owner, name), **options):
             counts[what] += 1
             return original(*arguments, **options)
 
         patched.setattr(owner, name, call)
-
-    counting(type(store), "wait", "comparisons")
-    for module in (agreement, ranks):
-        counting(module, "all_gather", "collectives")
-    for name in ("all_reduce", "all_gather", "broadcast", "barrier"):
-        counting(dist, name, "collectives")
     return counts
 
 

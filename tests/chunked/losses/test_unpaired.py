@@ -40,38 +40,26 @@ def test_the_divergence_is_never_negative_and_may_be_logged():
 
 
 def test_the_running_shift_counts_every_training_batch_once():
-    module, means = BCO(beta=0.5, use_ref_model=False), []
+    """But what says nothing: batches without completions, and rewards without an end."""
+    module, means = BCO(beta=0.5), []
     for seed in range(3):
         hidden, weight, labels, _, _, desirable = problem(seed)
+        refs, marks = torch.zeros(B), {"preference_labels": desirable}
         means.append((0.5 * sums(hidden, weight, labels)).mean())
-        module(weight, (hidden, labels), preference_labels=desirable)
+        module(weight, Completions(hidden, labels, ref_logps=refs), **marks)
         torch.testing.assert_close(module.running_shift.double(), torch.stack(means).mean().detach(), rtol=1e-5, atol=0)
     before = module.running_shift.clone()
-    loss, _ = module.eval()(weight, (hidden, labels), preference_labels=desirable)
-    assert torch.equal(module.running_shift, before)
-    restored = BCO(beta=0.5, use_ref_model=False)
-    restored.load_state_dict(module.state_dict())
-    again, _ = restored.eval()(weight, (hidden, labels), preference_labels=desirable)
-    assert torch.equal(loss, again)
-    loss.backward()
-
-
-def test_the_running_shift_ignores_what_says_nothing():
-    hidden, weight, labels, _, _, desirable = problem()
-    module = BCO(beta=0.5)
-    marks = {"preference_labels": desirable}
-    module(weight, Completions(hidden, labels, ref_logps=torch.zeros(B)), **marks)
-    before = module.running_shift.clone()
-    endless = torch.zeros(B)
-    endless[0] = -float("inf")
+    endless = torch.where(torch.arange(B) == 0, -torch.inf, 0.0)
     module(weight, Completions(hidden, labels, ref_logps=endless), **marks)
-    module(weight, Completions(hidden[:0], labels[:0], ref_logps=endless[:0]), preference_labels=desirable[:0])
-    assert torch.equal(module.running_shift, before)
-    assert module.batches == 1
+    module(weight, Completions(hidden[:0], labels[:0], ref_logps=refs[:0]), preference_labels=desirable[:0])
     with torch.inference_mode():
-        module.eval()(weight, Completions(hidden, labels, ref_logps=torch.zeros(B)), **marks)
-    module.train()(weight, Completions(hidden, labels, ref_logps=torch.zeros(B)), **marks)[0].backward()
-    assert module.batches == 2  # also if it is the same batch
+        loss, _ = module.eval()(weight, Completions(hidden, labels, ref_logps=refs), **marks)
+    assert (module.running_shift, module.batches) == (before, 3)
+    restored = BCO(beta=0.5)
+    restored.load_state_dict(module.state_dict())
+    assert restored.eval()(weight, Completions(hidden, labels, ref_logps=refs), **marks)[0] == loss
+    module.train()(weight, Completions(hidden, labels, ref_logps=refs), **marks)[0].backward()
+    assert module.batches == 4  # also if it is the same batch
 
 
 @pytest.mark.parametrize("rows", [0, 1, 4])

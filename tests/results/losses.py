@@ -167,6 +167,22 @@ def grpo(p: Plain) -> Tensor:
     return p.mean(clipped(p, p.logp - p.d["logps"]) + 0.1 * (gap.exp() - gap - 1))
 
 
+def centered(p: Plain) -> Tensor:
+    """Truncated importance sampling less its mean over the whole vocabulary: of columns that the sampler has not said,
+    its probabilities are a multiple of the policy's."""
+    said, at = p.d["top_logps"].to(p.log_p.dtype).exp(), p.d["columns"]
+    p_said = p.log_p.detach().exp().gather(-1, at)
+    rest = (1 - said.sum(-1, keepdim=True)) / (1 - p_said.sum(-1, keepdim=True))
+    q = (p.log_p.detach().exp() * rest).scatter(-1, at, said)
+
+    def objective(log_p: Tensor, log_q: Tensor, advantages: Tensor) -> Tensor:
+        weight = (log_p.detach() - log_q).exp().clamp(max=1.1)
+        return weight * advantages * (1 + log_p - log_p.detach())
+
+    a = p.d["signs"][:, None]
+    return -p.mean(objective(p.logp, p.d["logps"], a) - (q * objective(p.log_p, q.log(), a[..., None])).sum(-1))
+
+
 def near_sampler(p: Plain) -> Tensor:
     teacher, student = of_buckets(p)
     return p.mean(clipped(p, p.logp - p.d["logps"]) + 0.2 * kl(student, teacher))
@@ -267,6 +283,7 @@ LOSSES = {
     "GRPO, score centering": Loss(
         partial(GRPO, beta=0.0, loss_type="importance", delta=1.1, sampler_term="score_centering"),
         policy_of_sampler,
+        centered,
     ),
     "GRPO, near the sampler": Loss(
         partial(GRPO, beta=0.0, sampler_term="reverse_kl", sampler_coef=0.2), policy_of_sampler, near_sampler

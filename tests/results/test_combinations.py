@@ -26,7 +26,7 @@ from tests.seam import BACKENDS
 TRITON = {
     "asks": (
         *("logp", "statistics", "metrics", "token loss", "selected", "kept", "kept, ragged", "reverse KL", "JSD"),
-        *("cosine", "loss: cross entropy", "loss: KL, renormalized", "loss: GRPO, near the sampler"),
+        *("cosine", "loss: cross entropy", "loss: KL, renormalized", "loss: GRPO, score centering"),
     ),
     "weight": ("dense", "frozen", "adapters"),
     "targets": ("one", "two of one head"),

@@ -6,12 +6,9 @@ Each dtype, option and way through the kernels is in some call, not every combin
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
-from torch import Tensor
 
 import liger_losses as ll
 from liger_losses.chunked.core.inputs import target_of as of_tokens
@@ -32,71 +29,51 @@ TOKENS, HIDDEN, VOCAB = 4096, 4096, 128256
 MiB = 2**20
 
 
-def tensor(*shape: int, dtype: torch.dtype = BF16, grad: bool = False) -> Tensor:
+def tensor(*shape, dtype=BF16, grad=False):
     return torch.empty(shape, dtype=dtype, device="meta", requires_grad=grad)
 
 
-def problem(
-    dtype: torch.dtype = BF16,
-    hidden_size: int = HIDDEN,
-    transform: ll.LogitTransform | None = None,
-    bias: bool = False,
-    batch_invariant: bool = False,
-) -> tuple[Tensor, ll.Head, Tensor]:
+def problem(dtype=BF16, hidden_size=HIDDEN, transform=None, bias=False, invariant=False):
     """Hidden states, head and labels."""
     hidden, weight = (tensor(rows, hidden_size, dtype=dtype, grad=True) for rows in (TOKENS, VOCAB))
-    head = ll.Head(weight, tensor(VOCAB, dtype=dtype, grad=True) if bias else None, transform, None, batch_invariant)
+    head = ll.Head(weight, tensor(VOCAB, dtype=dtype, grad=True) if bias else None, transform, None, invariant)
     return hidden, head, tensor(TOKENS, dtype=torch.long)
 
 
-def per_token() -> Tensor:
+def per_token():
     """A temperature for each token."""
     return tensor(TOKENS, dtype=FP32)
 
 
-def backward(*outputs: Tensor) -> None:
+def backward(*outputs):
     torch.autograd.backward(outputs, [torch.empty_like(out) for out in outputs])
 
 
 # --- Heads ------------------------------------------------------------------------------------------------------------
 
 
-def cross_entropy(*of_head: Any, scaling: str = "none", **options: Any) -> None:
+def cross_entropy(*of_head, scaling="none", **options):
     hidden, head, labels = problem(*of_head, **options)
     backward(ll.LigerFusedLinearCrossEntropyLoss(compact=False, token_scaling=scaling)(head, hidden, labels))
 
 
 def statistics(
-    names: str,
-    strategy: str | None = "two_pass",
-    dtype: torch.dtype = BF16,
-    transform: ll.LogitTransform | None = None,
-    class_weight: bool = False,
-    batch_invariant: bool = False,
-    metrics: str = "",
-    gradients: bool = True,
-) -> None:
-    hidden, head, labels = problem(dtype, HIDDEN, transform, class_weight, batch_invariant)
+    names, strategy="two_pass", dtype=BF16, transform=None, class_weight=False, invariant=False, metrics="", grad=True
+):
+    hidden, head, labels = problem(dtype, HIDDEN, transform, class_weight, invariant)
     options = ll.EngineOptions(compact=False, strategy=strategy, workspace=3000 * MiB)
     weights = tensor(VOCAB, dtype=FP32) if class_weight else None
-    with torch.set_grad_enabled(gradients):
+    with torch.set_grad_enabled(grad):
         found = ll.linear_statistics(
             hidden, head, labels, names.split(), metrics=metrics.split(), class_weight=weights, options=options
         )
-    if gradients:
+    if grad:
         backward(*(getattr(found, name) for name in names.split()))
 
 
 def divergence(
-    which: ll.Divergence,
-    workspace: int = 2000,
-    hard: bool = False,
-    dtype: torch.dtype = BF16,
-    transform: ll.LogitTransform | None = None,
-    temperature: float | Tensor = 1.0,
-    softcap: float | None = None,
-    metrics: tuple[str, ...] = (),
-) -> None:
+    which, workspace=2000, hard=False, dtype=BF16, transform=None, temperature=1.0, softcap=None, metrics=()
+):
     """With ``hard``, and the log-probabilities, at temperature 1, of a vocabulary with more columns."""
     hidden, head, labels = problem(dtype, 2048, transform, hard)
     columns = VOCAB - 256 * hard
@@ -109,14 +86,14 @@ def divergence(
     loss.backward()
 
 
-def support(*of_head: Any) -> None:
+def support(*of_head):
     """Log-probabilities over a few columns for each token."""
     hidden, head, labels = problem(*of_head)
     kept = replace(of_tokens(hidden, head, labels, kept=None), kept=tensor(TOKENS, 64, dtype=torch.long))
     backward(*statistics_of([kept], ("logp", "entropy"), ll.EngineOptions(compact=False))[0].values())
 
 
-def selected(count: int, *of_head: Any) -> None:
+def selected(count, *of_head):
     """Log-probabilities of so many columns of each token, and of its label."""
     hidden, head, labels = problem(BF16, HIDDEN, *of_head)
     columns, options = tensor(TOKENS, count, dtype=torch.long), ll.EngineOptions(compact=False)
@@ -127,11 +104,11 @@ def selected(count: int, *of_head: Any) -> None:
     loss.backward()
 
 
-def heads() -> dict[str, Callable[[], None]]:
+def heads():
     warm, capped = ll.LogitTransform(0.7, 1.2), ll.LogitTransform(softcap=30.0)
     each, each_capped = ll.LogitTransform(per_token(), 1.2), ll.LogitTransform(per_token(), 1.2, 30.0)
     every = "logp entropy lse mean_logp log_sum_sq_probs mean_logit"
-    calls: dict[str, Callable[[], None]] = {
+    calls = {
         "cross-entropy": lambda: cross_entropy(),
         "cross-entropy, fp16, bias and temperature": lambda: cross_entropy(FP16, bias=True, transform=warm),
         "cross-entropy, soft-cap": lambda: cross_entropy(bias=True, transform=capped),
@@ -141,11 +118,11 @@ def heads() -> dict[str, Callable[[], None]]:
         "cross-entropy, by entropy": lambda: cross_entropy(scaling="entropy"),
         "cross-entropy, fp32": lambda: cross_entropy(FP32),
         "log-probabilities and entropy alone": lambda: statistics(
-            "logp entropy", transform=each, metrics="mean_logit", gradients=False
+            "logp entropy", transform=each, metrics="mean_logit", grad=False
         ),
-        "log-probabilities alone": lambda: statistics("logp", gradients=False),
-        "batch-invariant, gradients": lambda: statistics("logp entropy", None, transform=warm, batch_invariant=True),
-        "batch-invariant, all statistics": lambda: statistics(every, batch_invariant=True, gradients=False),
+        "log-probabilities alone": lambda: statistics("logp", grad=False),
+        "batch-invariant, gradients": lambda: statistics("logp entropy", None, transform=warm, invariant=True),
+        "batch-invariant, all statistics": lambda: statistics(every, invariant=True, grad=False),
         "all statistics": lambda: statistics(every, metrics="argmax"),
         "all statistics, class weights, soft-cap": lambda: statistics(
             every, dtype=FP16, transform=capped, class_weight=True, metrics="argmax"
@@ -197,20 +174,20 @@ def heads() -> dict[str, Callable[[], None]]:
 # --- Layers -----------------------------------------------------------------------------------------------------------
 
 
-def rows(columns: int = 4096, dtype: torch.dtype = BF16) -> Tensor:
+def rows(columns=4096, dtype=BF16):
     return tensor(2, 4096, columns, dtype=dtype, grad=True)
 
 
-def layers() -> dict[str, Callable[[], None]]:
-    def of(columns: int = 4096, dtype: torch.dtype = BF16) -> Tensor:
+def layers():
+    def of(columns=4096, dtype=BF16):
         return tensor(columns, dtype=dtype, grad=True)
 
     longest = target_of(torch.device("cuda")).tiling.longest_row
 
-    def both(dtype: torch.dtype = BF16) -> tuple[Tensor, Tensor]:
+    def both(dtype=BF16):
         return rows(dtype=dtype), rows(dtype=dtype)
 
-    def rotated(interleaved: bool, dtype: torch.dtype, angles: torch.dtype, width: int, dimension: int) -> None:
+    def rotated(interleaved, dtype, angles, width, dimension):
         q, k = (
             tensor(2, *((heads, 4096) if dimension == 1 else (4096, heads)), 128, dtype=dtype, grad=True)
             for heads in (32, 8)
@@ -218,7 +195,7 @@ def layers() -> dict[str, Callable[[], None]]:
         cos, sin = (tensor(1, 4096, width, dtype=angles) for _ in range(2))
         backward(*rope(q, k, cos, sin, interleaved=interleaved, unsqueeze_dim=dimension))
 
-    calls: dict[str, Callable[[], None]] = {
+    calls = {
         "RMSNorm": lambda: backward(rms_norm(rows(), of())),
         "RMSNorm, fp32 weight": lambda: backward(rms_norm(rows(), of(dtype=FP32))),
         "RMSNorm, fp32": lambda: backward(rms_norm(rows(dtype=FP32), of(dtype=FP32))),
@@ -250,5 +227,5 @@ def layers() -> dict[str, Callable[[], None]]:
     return calls
 
 
-def calls() -> dict[str, Callable[[], None]]:
+def calls():
     return {**heads(), **layers()}

@@ -66,16 +66,6 @@ USES = {
 }
 
 
-def names_in_graph(tensor):
-    nodes, seen = [tensor.grad_fn], set()
-    while nodes:
-        node = nodes.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            nodes += [following for following, _ in node.next_functions]
-    return {node.name().removesuffix("Backward") for node in seen}
-
-
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("use", USES)
 def test_second_derivatives_raise(use, checkpointed, monkeypatch):
@@ -87,8 +77,6 @@ def test_second_derivatives_raise(use, checkpointed, monkeypatch):
     h = leaf * 1
     call = partial(checkpoint, USES[use], use_reentrant=False) if checkpointed else USES[use]
     out = call(h, w).sum()
-    if not checkpointed:
-        assert use.split(" ")[0] in names_in_graph(out)
     first = torch.autograd.grad(out, (h, w), retain_graph=True, allow_unused=True)
     for _ in range(2):
         gradients = torch.autograd.grad(out, (h, w), create_graph=True, allow_unused=True)

@@ -68,21 +68,15 @@ PRODUCTS = {
 )
 def test_products(name, monkeypatch):
     """One pass stays one pass."""
-    count = 0
-
-    def counted(*arguments, **options):
-        nonlocal count
-        count += 1
-        return matmul_into(*arguments, **options)
-
+    products = []
     for module in (buffers, weights):
-        monkeypatch.setattr(module, "matmul_into", counted)
+        monkeypatch.setattr(module, "matmul_into", lambda *a, **k: products.append(1) or matmul_into(*a, **k))
     build, call = calls.LOSSES.get(name) or (lambda: None, lambda loss, *inputs: calls.OPERATIONS[name](*inputs))
     loss, head = build(), calls.layer()
     function, _ = calls.compiled(lambda d: call(loss, head, d))
     d = calls.batch(6)
     calls.gradients(function(d), (d["h"], *head.parameters()))
-    assert count == PRODUCTS[name]
+    assert len(products) == PRODUCTS[name]
 
 
 class _ReadsWhatThereIs(ll.ChunkedLoss):

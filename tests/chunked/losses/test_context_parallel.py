@@ -1,7 +1,5 @@
 """Losses of sequences that are cut over two processes: loss, metrics and gradients are those of one process."""
 
-import functools
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,6 +7,7 @@ import torch.distributed as dist
 import liger_losses
 from liger_losses import functional
 from liger_losses.chunked.losses.unpaired import sum_and_number
+from tests.losses import CE, DPO, ORPO, MiniLLM, SimPO
 from tests.processes import BACKENDS, case_named, start
 from tests.results.losses import batch
 
@@ -22,10 +21,6 @@ def slices(rank):
     d["y"][0, CUT[0] :] = d["y"][1, : CUT[0]] = d["y"][3] = -100
     names = () if rank is None else ("h", "y", "logps")
     return {**d, **{name: d[name].split(CUT, 1)[rank].clone() for name in names}}
-
-
-def build(name, **options):
-    return functools.partial(getattr(liger_losses, f"LigerFusedLinear{name}Loss"), **options)
 
 
 # --- What each process does -------------------------------------------------------------------------------------------
@@ -54,7 +49,7 @@ def check_means_of_processes(rank):
 
 def check_compiled(rank):
     """Under torch.compile, the call runs outside of the graph."""
-    d, loss = slices(rank), build("SimPO", group=dist.group.WORLD)()
+    d, loss = slices(rank), SimPO(group=dist.group.WORLD)
     compiled = torch.compile(lambda hidden, labels: loss(d["weight"], hidden * 2, labels)[0] * 3, backend="eager")
     found = compiled(d["h"].requires_grad_(), d["y"])
     torch.testing.assert_close(found, loss(d["weight"], d["h"] * 2, d["y"])[0] * 3)
@@ -65,10 +60,10 @@ def check_members(rank):
     group = dist.new_group([0])
     if rank:
         with pytest.raises(TypeError, match="this rank is a member"):
-            build("ORPO", group=group)()
+            ORPO(group=group)
     else:
         d = batch()
-        losses = (build("ORPO", **options)() for options in ({}, {"group": group}))
+        losses = (ORPO(**options) for options in ({}, {"group": group}))
         torch.testing.assert_close(*(loss(d["weight"], d["h"], d["y"]) for loss in losses))
 
 
@@ -94,11 +89,11 @@ def test_slices_of_sequences_on_two_processes(tmp_path, backend):
 def test_what_no_group_can_be_given_to(one_process):
     group = dist.group.WORLD
     with pytest.raises(ValueError, match=r"shift the labels before you cut the sequences, and pass"):
-        build("CrossEntropy", group=group)(shift=True)
+        CE(group=group, shift=True)
     with pytest.raises(ValueError, match="ld_alpha depends on the position of tokens"):
-        build("DPO", group=group)(ld_alpha=0.5)
+        DPO(group=group, ld_alpha=0.5)
     with pytest.raises(ValueError, match="later tokens' rewards depends on the position of tokens"):
-        build("MiniLLM", group=group)()
+        MiniLLM(group=group)
 
     for kind in ("fipo", "kl_cov"):
         with pytest.raises(ValueError, match="pass whole completions, and no group="):
@@ -112,6 +107,6 @@ def test_what_no_group_can_be_given_to(one_process):
     with pytest.raises(ValueError, match="Own defines loss"):
         Own(group=group)(d["weight"], d["h"], d["y"])
     with pytest.raises(ValueError, match="shift=False"):
-        build("ORPO")().replace(group=group, shift=True)
+        ORPO().replace(group=group, shift=True)
     with pytest.raises(TypeError, match=r"mesh\['cp'\]\.get_group\(\)"):
-        build("ORPO", group="cp")()
+        ORPO(group="cp")

@@ -12,19 +12,17 @@ from tests.reference import DIVERGENCES, gradients, jsd, relative_error
 B, T, HS, HT, V = 3, 7, 16, 24, 101
 
 
-def problem(dtype=torch.float64, seed=0, scale=1.5):
-    g = torch.Generator().manual_seed(seed)
-
-    def normal(*size):
-        return torch.randn(*size, generator=g, dtype=torch.float64)
-
-    hidden, weight = normal(B, T, HS), normal(V, HS) * HS**-0.5 * scale
-    taught, other = (normal(B, T, HT), normal(V, HT) * HT**-0.5 * scale), (normal(B, T, 8), normal(V, 8) * 8**-0.5)
+def problem(dtype=torch.float64):
+    """Hidden states, weight and labels; a teacher's hidden states and weight."""
+    g = torch.Generator().manual_seed(0)
+    sizes, scales = ((B, T, HS), (V, HS), (B, T, HT), (V, HT)), (1.0, 1.5 * HS**-0.5, 1.0, 1.5 * HT**-0.5)
+    hidden, weight, *teacher = (
+        (torch.randn(*size, generator=g, dtype=torch.float64) * scale).to(dtype)
+        for size, scale in zip(sizes, scales, strict=True)
+    )
     labels = torch.randint(V, (B, T), generator=g)
-    labels[torch.rand(B, T, generator=g) < 0.3] = -100
-    labels[1] = -100  # a row without tokens
-    cast = [x.to(dtype) for x in (hidden, weight, *taught, *other)]
-    return cast[0].requires_grad_(), cast[1].requires_grad_(), labels, cast[2:4], cast[4:]
+    labels[torch.rand(B, T, generator=g) < 0.3] = labels[1] = -100  # a row without tokens
+    return hidden.requires_grad_(), weight.requires_grad_(), labels, teacher
 
 
 def log_softmaxes(hidden, weight, teacher, temperature=1.0):
@@ -48,7 +46,7 @@ def compare(loss, exact, leaves, tolerance):
 @pytest.mark.parametrize("columns", [V - 6, V + 6])
 def test_the_largest_columns_of_a_padded_vocabulary(columns, of):
     """Of columns that both models have, as if neither had others; logits of padding would be the largest."""
-    hidden, weight, labels, (states, _), _ = problem()
+    hidden, weight, labels, (states, _) = problem()
     wide, common = torch.randn(columns, HT, generator=torch.Generator().manual_seed(2)).double(), min(V, columns)
     head, wide = (torch.cat([x[:common], 9 * x[common:]]) for x in (weight.detach(), wide))
     loss, head = ReverseKL(top_k=5, top_k_of=of, temperature=1.5), head.requires_grad_()
@@ -71,7 +69,7 @@ def test_the_largest_columns_of_a_padded_vocabulary(columns, of):
 @pytest.mark.parametrize("active", [1, 0])
 @pytest.mark.parametrize("compact", [True, False])
 def test_the_temperature_of_a_masked_token_may_be_anything(compact, active):
-    hidden, weight, labels, teacher, _ = problem()
+    hidden, weight, labels, teacher = problem()
     labels[:] = -100
     labels[2, :active] = 5
     loss = ReverseKL(0.0, 1.0, top_k=4, compact=compact)
@@ -90,7 +88,7 @@ def test_the_temperature_of_a_masked_token_may_be_anything(compact, active):
 )
 def test_forms_of_a_column_or_a_token_of_their_own(which):
     """In Triton, and of parts of the vocabulary, as in PyTorch, whose values the golden results have."""
-    hidden, weight, labels, teacher, _ = problem(torch.float32)
+    hidden, weight, labels, teacher = problem(torch.float32)
     found = []
     for options in ({}, {"workspace": 40_000}, {"backend": "triton"}):
         device = "cuda" if "backend" in options and torch.cuda.is_available() else "cpu"
@@ -108,7 +106,7 @@ def test_forms_of_a_column_or_a_token_of_their_own(which):
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 @pytest.mark.parametrize("which", KINDS)
 def test_a_teacher_with_another_tokenizer(which, temperature):
-    hidden, weight, labels, _, _ = problem()
+    hidden, weight, labels, _ = problem()
     g = torch.Generator().manual_seed(3)
     states, head = torch.randn(B, T, HT, generator=g).double(), torch.randn(77, HT, generator=g).double()
     shares = torch.rand(V, 77, generator=g).double() * (torch.rand(V, 77, generator=g) < 0.05)

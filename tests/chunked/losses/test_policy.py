@@ -11,24 +11,17 @@ from liger_losses.chunked.losses.policy_estimates import KINDS, KL_ESTIMATORS
 from liger_losses.chunked.losses.policy_tables import LOSS_TYPES, SAMPLER_TERMS
 from tests.losses import GRPO
 from tests.reference import plain_statistics
+from tests.results.losses import batch
 
 B, T, H, V = 4, 7, 16, 37
 
 
-def problem(seed=0, dtype=torch.float32):
-    g = torch.Generator().manual_seed(seed)
-
-    def normal(*size):
-        return torch.randn(*size, generator=g, dtype=torch.float64).to(dtype)
-
-    hidden, weight, bias = normal(B, T, H).requires_grad_(), normal(V, H).requires_grad_(), normal(V).requires_grad_()
-    with torch.no_grad():
-        weight.mul_(H**-0.5)
-    ids = torch.randint(V, (B, T), generator=g)
-    mask = (torch.arange(T) < torch.tensor([7, 3, 5, 1])[:, None]).long()
-    advantages = torch.tensor([1.2, -0.7, 0.4, -1.5])
+def problem(dtype=torch.float32):
+    d = batch(dtype, B, T, H, V)
+    hidden, weight, bias = (d[name].requires_grad_() for name in ("h", "weight", "bias"))
+    ids, mask = d["y"].clamp(min=0), (torch.arange(T) < torch.tensor([7, 3, 5, 1])[:, None]).long()
     logps = plain_statistics(hidden, weight, ids, bias)["logp"].detach().float()
-    return hidden, weight, bias, ids, mask, advantages, logps, normal(B, T).float()
+    return hidden, weight, bias, ids, mask, torch.tensor([1.2, -0.7, 0.4, -1.5]), logps, d["other"][..., 0].float()
 
 
 def run(loss, tensors, *arguments, **keywords):
@@ -37,12 +30,11 @@ def run(loss, tensors, *arguments, **keywords):
     return value, metrics, torch.autograd.grad(value, tensors)
 
 
-def needed(loss_type, sampling_logps):
-    """The options and inputs without which a loss raises."""
-    options = {"max_completion_length": 9, **({"log_ratio_penalty": 0.1} if loss_type == "dro" else {})}
-    inputs = {"sampling_per_token_logps": sampling_logps} if loss_type in ("icepop", "kpop") else {}
-    inputs |= {"prompts": torch.tensor([0, 1, 1, 0])} if loss_type == "real" else {}
-    return options, inputs | ({"ref_per_token_logps": sampling_logps} if loss_type == "ref_kl" else {})
+def arguments(loss_type, others):
+    """All that a loss may need beside the current log-probabilities, advantages and the mask."""
+    given = dict.fromkeys(("old_logps", "ref_logps", "sampling_logps"), others) | {"max_completion_length": 9}
+    of_loss = {"dro": {"log_ratio_penalty": 0.1}, "real": {"prompts": torch.tensor([0, 1, 1, 0])}}
+    return {"loss_type": loss_type, **given, **of_loss.get(loss_type, {})}
 
 
 def truncated(p, q):
@@ -196,15 +188,11 @@ def test_terms_of_the_sampler_are_finite(term):
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_tokens_that_do_not_act_have_no_objective(loss_type):
     *_, mask, advantages, logps, noise = problem()
-    options, inputs = needed(loss_type, logps + 0.2 * noise)
-    given = {name.replace("_per_token", ""): value for name, value in inputs.items()}
-    options |= (
-        {"log_ratio_penalty": 0.0} if loss_type in ("dro", "prime_ipo", "ref_kl") else {}
-    )  # which is no part of it
-    loss = functional.grpo_loss(
-        logps.requires_grad_(), advantages, mask, acting=torch.zeros_like(mask), old_logps=logps.detach() - noise,
-        loss_type=loss_type, beta=0.0, **options, **given,
-    )  # fmt: skip
+    given = arguments(loss_type, logps + 0.2 * noise)
+    if loss_type in ("dro", "prime_ipo", "ref_kl"):
+        given["log_ratio_penalty"] = 0.0  # which is no part of it
+    acting = torch.zeros_like(mask)
+    loss = functional.grpo_loss(logps.requires_grad_(), advantages, mask, acting=acting, beta=0.0, **given)
     assert loss == 0
     assert not torch.autograd.grad(loss, logps)[0].any()
 
@@ -296,12 +284,8 @@ def test_extreme_ratios_keep_their_digits(loss_type, estimator):
     for dtype in (torch.float32, torch.float64):
         logps = torch.full((B, T), -110.0, dtype=dtype, requires_grad=True)
         others = -110.0 + 30.0 * (-1) ** torch.arange(T, dtype=dtype).expand(B, T)
-        options, inputs = needed(loss_type, others)
-        given = {name.replace("_per_token", ""): value for name, value in inputs.items()}
-        given |= {"old_logps": others, "ref_logps": others, "sampling_logps": others}
-        loss = functional.grpo_loss(
-            logps, advantages, mask, loss_type=loss_type, beta=0.7, **estimator, **given, **options
-        )
+        given = arguments(loss_type, others) | estimator
+        loss = functional.grpo_loss(logps, advantages, mask, beta=0.7, **given)
         found.append((loss.double(), torch.autograd.grad(loss, logps)[0].double()))
     for ours, exact in zip(*found, strict=True):
         torch.testing.assert_close(ours, exact, rtol=1e-4, atol=1e-6 * float(exact.abs().max()))

@@ -18,9 +18,10 @@ class Awaited:
     function: Callable[[ModuleType], Any]
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name != self.name or self not in sys.meta_path:
+        if name != self.name:
             return None
-        others = sys.meta_path[sys.meta_path.index(self) + 1 :]
+        finders = [*sys.meta_path]
+        others = finders[finders.index(self) + 1 :] if self in finders else []
         spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
         loader: Any = None if spec is None else spec.loader
         if loader is not None:
@@ -29,8 +30,7 @@ class Awaited:
             def exec_module(module: ModuleType) -> None:
                 loader.exec_module = execute
                 execute(module)
-                if self in sys.meta_path:
-                    sys.meta_path.remove(self)
+                if forget(name, self.function):
                     self.function(module)
 
             loader.exec_module = exec_module
@@ -39,13 +39,17 @@ class Awaited:
 
 def when_imported(name: str, function: Callable[[ModuleType], Any]) -> None:
     """Call ``function`` with the module of this name: now if it is imported already, else as soon as it is."""
-    if name in sys.modules:
-        function(sys.modules[name])
+    module = sys.modules.get(name)
+    if module is not None:
+        function(module)
     elif Awaited(name, function) not in sys.meta_path:
         sys.meta_path.insert(0, Awaited(name, function))
 
 
-def forget(name: str, function: Callable[[ModuleType], Any]) -> None:
-    """Undo :func:`when_imported` for a module that has not been imported since."""
-    if Awaited(name, function) in sys.meta_path:
+def forget(name: str, function: Callable[[ModuleType], Any]) -> bool:
+    """Undo :func:`when_imported`; whether the module has not been imported since."""
+    try:
         sys.meta_path.remove(Awaited(name, function))
+    except ValueError:
+        return False
+    return True

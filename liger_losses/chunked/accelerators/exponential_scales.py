@@ -43,6 +43,7 @@ def gradient_scales(
     at the label's, it is ``at_label``. Selected columns add ``sum_j upstream_j (onehot_j - p)`` to ``d loss / d z``.
     Terms may cancel there: they are added before they are rounded, and written into ``out``, as the label's are then.
     The entropy H adds ``-of_entropy p (log p + H)``: all of ``out`` is multiplied with it, and the soft-cap's slope.
+    These p, and their H, are of the rounded exponentials, so that the terms of a row add up to 0 as exact ones do.
 
     Args:
         of_logp, of_lse: the loss's derivatives by both statistics, ``[N]`` fp32; ``None`` for 0.
@@ -53,7 +54,7 @@ def gradient_scales(
             them ``d loss / d z = (of_lse - of_logp) p``. ``None`` for all.
         selected: other columns with derivatives; not with ``here``.
         of_entropy: the loss's derivative by the entropy, ``[N]`` fp32, which is among the values; ``None`` for 0. Not
-            with ``selected``.
+            with ``here`` or ``selected``.
         out: ``[N, V]``, the exponentials; only those two change it.
 
     Returns:
@@ -119,9 +120,19 @@ def _scales_kernel(
     s = tl.exp(row_offset - row_lse)
     if entropy is not None:
         nats = tl.load(entropy + row)
+        label_log_p = tl.maximum(row_logp, -1e4)  # of no probability, it has no term
         entropy_c = tl.zeros((), tl.float32)
         if of_entropy is not None:
             entropy_c = tl.load(of_entropy + row)
+            totals = tl.zeros((BLOCK,), tl.float32)
+            moments = tl.zeros((BLOCK,), tl.float32)
+            for start in range(0, vocab_size, BLOCK):
+                at = start + tl.arange(0, BLOCK)
+                e = tl.load(out + row * out_stride + at, mask=at < vocab_size, other=0.0).to(tl.float32)
+                totals += e * s
+                moments += e * s * (tl.log(tl.where(e > 0, e, 1.0)) + (row_offset - row_lse))
+            of_label = tl.exp(label_log_p)
+            nats = -(tl.sum(moments, 0) + of_label * label_log_p) / (tl.sum(totals, 0) + of_label)
         for start in range(0, vocab_size, BLOCK):
             at = start + tl.arange(0, BLOCK)
             pointers = out + row * out_stride + at
@@ -132,7 +143,7 @@ def _scales_kernel(
                 tanh = capped_tanh(log_p + row_lse, transform, inverse)
                 e *= 1 - tanh * tanh
             tl.store(pointers, e.to(out.dtype.element_ty), mask=at < vocab_size)
-        p_c -= entropy_c * (row_logp + nats)  # at the label
+        p_c -= entropy_c * (label_log_p + nats)  # at the label
     else:
         s *= p_c
     # p_coef p + label_coef with p = 1 + expm1(logp), so that p - 1 keeps its digits.

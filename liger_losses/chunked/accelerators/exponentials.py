@@ -2,8 +2,8 @@
 
 The softmax is a multiple of it by row, so both gradient products are taken with it as it is (:mod:`.linear_exp`). It
 takes half the memory of fp32 logits, so more losses that couple tokens keep their blocks until backward, and no pass
-over logits between the products, but for an entropy's derivative, which takes the logarithms of exponentials. The
-labels' own terms are added in fp32. Logits of selected columns are products with single rows of the head; of terms
+over logits between the products, but for an entropy's derivative, which takes the logarithms of exponentials in two.
+The labels' own terms are added in fp32. Logits of selected columns are products with single rows of the head; of terms
 there that may cancel, the sum is written among the exponentials.
 
 On an H200 in bf16 (benchmarks/results/accelerators.txt), calls with it take this part of the time without it, at 4,096
@@ -189,7 +189,8 @@ def serves(call: Signature) -> bool:
         return False
     if call.largest and (differentiates or not call.linear or call.largest > MOST_LARGEST):
         return False
-    return call.ranks == 1 or not (differentiates or call.metrics & {"selected_logps", "argmax"})
+    # A rank has neither other columns' logits, nor the sums over all exponentials that an entropy's derivative takes.
+    return call.ranks == 1 or not (call.statistics - {"logp", "lse"} or call.metrics & {"selected_logps", "argmax"})
 
 
 def planned(call: Signature) -> Plan | None:

@@ -198,6 +198,37 @@ def test_entropies(by, softcap, kept):
     check(call, plain, hidden, weight, bias)
 
 
+def test_entropies_of_tokens_that_are_sure_of_another_column_than_the_label():
+    """What is left where their terms cancel is not what the largest exponential was rounded by."""
+    hidden, weight, labels, _ = inputs()
+    with torch.no_grad():
+        rows = weight[(labels + 1) % 90]
+        hidden.mul_(0.3).add_(20 * rows / rows.norm(dim=1, keepdim=True))
+
+    def plain(*leaves):
+        log_p = wide(plain_logits(*leaves)).log_softmax(-1)
+        return -(log_p.exp() * log_p)[labels >= 0].sum()
+
+    def call():
+        return linear_statistics(
+            hidden, weight, labels, "entropy", options=EngineOptions(backend="triton")
+        ).entropy.sum()
+
+    check(call, plain, hidden, weight)
+
+
+def test_a_label_that_is_impossible_has_no_term_of_the_entropy():
+    hidden, weight, labels, _ = inputs()
+    bias = torch.zeros(90, dtype=torch.bfloat16, device=DEVICE)
+    bias[7] = -torch.inf
+    others, found = torch.where(labels == 7, 8, labels), []
+    for y in (torch.where(others >= 0, 7, others), others):
+        s = linear_statistics(hidden, weight, y, "entropy", bias=bias, options=EngineOptions(backend="triton"))
+        found.append(torch.autograd.grad(s.entropy.sum(), (hidden, weight)))
+    for of_label, of_another in zip(*found, strict=True):
+        torch.testing.assert_close(of_label, of_another, rtol=2e-2, atol=1e-2 * float(of_another.abs().max()))
+
+
 def test_the_largest_columns_of_confident_and_flat_tokens():
     """Whose entropy is a factor. Some labels are the likeliest; of unlikely ones, exponentials are taken again."""
     hidden, weight, labels, _ = problem(30, 24, 700, dtype=torch.bfloat16, masked=0.1)

@@ -33,6 +33,7 @@ PLANS = [
     (COUPLED, ("exponentials", 16384, 16384, True)),
     (COUPLED | {"hidden_size": 4096}, ("exponentials", 16384, 16384, True)),
     ({"ranks": 2}, ("exponentials", 16384, 4096, False)),
+    ({"ranks": 2, "statistics": frozenset({"logp", "entropy"})}, ("core", 2048, 2048, False)),
     (WITHOUT_GRADIENTS, ("statistics", 16384, 16384, False)),
     ({"kept": True, "columns": 64}, ("kept", 16384, 16384, False)),
     (OF_CORE, ("core", 2048, 512, False)),

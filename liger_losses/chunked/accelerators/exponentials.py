@@ -7,8 +7,9 @@ The labels' own terms are added in fp32. Logits of selected columns are products
 there that may cancel, the sum is written among the exponentials.
 
 On an H200 in bf16 (benchmarks/results/accelerators.txt), calls with it take this part of the time without it, at 4,096
-and 16,384 tokens x 2048 and 4096 x 128256: cross-entropy 0.83 to 0.97, GRPO 0.48 to 0.91, log-probabilities 0.67 to
-0.95, DPO 0.94 to 1.02 and half the memory. Calls of 1,024 tokens, whose host is slower, 0.98 to 1.15.
+and 16,384 tokens x 2048 and 4096 x 128256: cross-entropy 0.85 to 0.92, GRPO 0.65 to 0.90, log-probabilities 0.66 to
+0.96, also with entropies and the largest column as TRL's trainers ask for them, DPO 0.94 to 0.96 and half the memory.
+Calls of 1,024 tokens, whose host is slower, 1.00 to 1.18.
 
 R tokens, P columns padded.
 """

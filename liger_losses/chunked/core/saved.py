@@ -41,7 +41,7 @@ def pack(value: Any) -> tuple[list[Thing], list[Tensor]]:
             names, parts = tuple(thing), thing.values()
         elif kind not in (list, tuple):
             names = kind.__match_args__  # what its constructor takes
-            parts = map(thing.__getattribute__, names)
+            parts = [getattr(thing, name) for name in names]
         packed = list[Any]()
         for part in parts:
             of: Any = type(part)

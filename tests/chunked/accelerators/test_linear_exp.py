@@ -77,3 +77,11 @@ def test_confident_tokens_are_exact():
     assert abs(found.entropy.item() / (33 * 1.2664165549e-14) - 1) < 1e-4
     linear_exponentials(hidden, weight, labels + 1, unlikely, epilogue)
     assert 0 <= unlikely.entropy.item() < 5e-6
+
+
+def test_the_first_of_equal_columns_is_the_largest():
+    """In whichever half tile, and whether it is the label."""
+    hidden, weight = torch.ones(3, 1, device=DEVICE).bfloat16(), torch.zeros(600, 1, device=DEVICE).bfloat16()
+    weight[[5, 300, 599]], labels = 4.0, torch.tensor([5, 300, 7], device=DEVICE)
+    linear_exponentials(hidden, weight, labels, found := empty(3))
+    assert found.argmax.tolist() == [5, 5, 5]

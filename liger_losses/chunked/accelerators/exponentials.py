@@ -31,6 +31,7 @@ from liger_losses.chunked.accelerators.label_rows import (
 )
 from liger_losses.chunked.accelerators.linear_exp import linear_exponentials
 from liger_losses.chunked.accelerators.one_matrix import (
+    bytes_of_sums,
     empty_values,
     epilogue_of,
     exponentials_of,
@@ -170,11 +171,9 @@ def add_label_terms(part: Target, at_label: Tensor, grads: Gradients) -> None:
 
 
 def row_bytes(call: Signature) -> int:
-    """Of a token: exponentials, sums of their tiles, and the maxima of half tiles; hidden states, the same scaled, and
-    their gradient in fp32."""
-    columns, item = padded(call.columns), call.operand.itemsize
-    others = columns // 16 if call.largest or "argmax" in call.metrics else columns // 32
-    return columns * item + others + call.hidden_size * (2 * item + 4)
+    """Of a token: exponentials, sums of their tiles, hidden states, the same scaled, and their gradient in fp32."""
+    item = call.operand.itemsize
+    return padded(call.columns) * item + bytes_of_sums(call) + call.hidden_size * (2 * item + 4)
 
 
 def serves(call: Signature) -> bool:
@@ -199,10 +198,11 @@ def planned(call: Signature) -> Plan | None:
     if not serves(call):
         return None
     parts = MOST_PARTS if call.gradients_in_backward or "selected_logps" in call.statistics else BLOCKS
+    row = row_bytes(call)
     call = replace(call, statistics=call.statistics & {"logp", "lse"})  # others' gradients are no further rows
-    if call.workspace is not None and call.workspace < least_bytes(call, row_bytes(call)):
+    if call.workspace is not None and call.workspace < least_bytes(call, row):
         return None  # not even one row fits; the core, whose rows are longer, says so
-    plan = by_blocks(call, "exponentials", ExponentialBlock.of, row_bytes(call), most_parts=parts)
+    plan = by_blocks(call, "exponentials", ExponentialBlock.of, row, most_parts=parts)
     if plan.tile is not None or plan.products.columns < call.columns:
         return None
     blocks = -(-call.trained // plan.block_tokens) if call.trains_weight else 1

@@ -33,7 +33,7 @@ from liger_losses.kernels.logit_transform import Epilogue, capped_tanh, inverse_
 from liger_losses.kernels.online_softmax import log1p
 
 #: Tokens of one launch without exponentials, which bounds the memory of the tiles' sums: 16 MiB for 131072 columns,
-#: each of log-sum-exp, mean logit and entropy.
+#: each of log-sum-exp, mean logit and entropy, and 32 MiB of the maxima.
 _MAX_TOKENS = 8192
 #: Row tiles that walk the vocabulary together, so that the cache serves each part of the head to all of them.
 _GROUP = 8

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from liger_losses.chunked.accelerators.linear_exp import Exponentials
 from liger_losses.chunked.accelerators.tiles import with_contiguous_rows
-from liger_losses.chunked.core.plan import Signature
+from liger_losses.chunked.core.plan import Signature, padded
 from liger_losses.chunked.core.target import Target
 from liger_losses.chunked.core.weights import ALL, Dense, Quantized
 from liger_losses.kernels.logit_transform import Epilogue
@@ -42,6 +42,14 @@ def empty_values(names: set[str], part: Target) -> dict[str, Tensor]:
 
 def exponentials_of(values: dict[str, Tensor]) -> Exponentials:
     return Exponentials._make(map(values.get, Exponentials._fields))
+
+
+def bytes_of_sums(call: Signature) -> int:
+    """Of a token: what kernels write of each tile of 128 columns (Hopper's are wider), a number for each sum in fp32,
+    and two maxima."""
+    names = call.statistics | call.metrics
+    numbers = 1 + len(names & {"mean_logit", "entropy"}) + 2 * (call.largest > 0 or "argmax" in names)
+    return padded(call.columns) // 32 * numbers
 
 
 def has_matrix(call: Signature) -> bool:

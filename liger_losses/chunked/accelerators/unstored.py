@@ -12,6 +12,7 @@ from torch import Tensor
 
 from liger_losses.chunked.accelerators.linear_exp import linear_exponentials
 from liger_losses.chunked.accelerators.one_matrix import (
+    bytes_of_sums,
     empty_values,
     epilogue_of,
     exponentials_of,
@@ -19,7 +20,7 @@ from liger_losses.chunked.accelerators.one_matrix import (
     labels_of,
     matrix_of,
 )
-from liger_losses.chunked.core.plan import Plan, Signature, by_blocks, padded
+from liger_losses.chunked.core.plan import Plan, Signature, by_blocks
 from liger_losses.chunked.core.rows import merged
 from liger_losses.chunked.core.statistics import Statistic
 from liger_losses.chunked.core.target import Target
@@ -45,7 +46,7 @@ def block_of(part: Target, asked: tuple[Statistic, ...], plan: Plan) -> Statisti
 
 def row_bytes(call: Signature) -> int:
     """Of a token: its hidden state, and sums of tiles."""
-    return call.hidden_size * call.operand.itemsize + padded(call.columns) // 16
+    return call.hidden_size * call.operand.itemsize + bytes_of_sums(call)
 
 
 def planned(call: Signature) -> Plan | None:

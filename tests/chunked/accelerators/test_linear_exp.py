@@ -1,16 +1,20 @@
 """Exponentials of ``hidden @ weight.T`` and their sums in the product's epilogue, against float64."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from liger_losses.chunked.accelerators import linear_exp
+from liger_losses.chunked.accelerators import linear_exp, unstored
 from liger_losses.chunked.accelerators.exponential_scales import gradient_scales
 from liger_losses.chunked.accelerators.linear_exp import Exponentials, linear_exponentials
 from liger_losses.kernels._triton import INTERPRETED
 from liger_losses.kernels.logit_transform import Epilogue, LogitTransform
 from liger_losses.kernels.softmax_stats import softmax_statistics
+from tests.chunked.core.test_plan import CALL
 from tests.kernels.cases import DEVICE, TRANSFORMS_OF_HEAD, head
 from tests.kernels.conftest import loads  # noqa: F401
+from tests.reference import peak_bytes
 
 pytest.importorskip("triton")
 
@@ -39,6 +43,14 @@ def test_tiles_of_all_groups_are_summed(monkeypatch):
     for name, ours, in_parts in zip(Exponentials._fields[1:], *(r[1:] for r in results), strict=True):
         torch.testing.assert_close(ours.double(), exact[name].double(), rtol=1e-5, atol=1e-5)
         assert torch.equal(ours, in_parts)
+
+
+@pytest.mark.parametrize("metrics", [set(), {"argmax"}, {"entropy", "mean_logit"}, {"argmax", "entropy", "mean_logit"}])
+def test_plans_have_room_for_the_sums_of_tiles(metrics):
+    call = replace(CALL, hidden_size=16, columns=16384, metrics=frozenset(metrics))
+    hidden, weight, labels, _, _ = head(256, 16, 16384, torch.bfloat16)
+    values = empty(256, "offset", "lse", "logp", *metrics)
+    assert peak_bytes(lambda: linear_exponentials(hidden, weight, labels, values)) <= 256 * unstored.row_bytes(call)
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS_OF_HEAD, ids=str)

@@ -120,8 +120,8 @@ def live_tokens(inputs: PolicyInputs) -> Tensor | None:
     other_terms = (o.beta and "ref_logps" in inputs.tensors) or o.log_ratio_penalty or o.positive_nll or o.divergence
     if other_terms or not o.objective.of_advantages:
         return None
-    live = inputs.tensors["advantages"] != 0
-    return (live if ratio is None else live & (ratio != 0)).expand_as(inputs.mask)
+    live = inputs.mask & (inputs.tensors["advantages"] != 0)
+    return live if ratio is None else live & (ratio != 0)
 
 
 in_graphs(PolicyOptions)

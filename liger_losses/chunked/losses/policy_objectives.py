@@ -227,7 +227,8 @@ def _compared(logps: Tensor, tensors: Mapping[str, Tensor], o: PolicyOptions) ->
     """The log-probabilities of the old policy, by default the current one, and of the sampler, by default and where
     they are NaN the old one; and what weighs the objective: advantages, of loss types ``of_reference`` times
     ``log p_ref - log p``, a constant."""
-    current, advantages, ref = logps.detach(), tensors["advantages"], tensors.get("ref_logps")
+    current = logps.detach() if logps.requires_grad else logps
+    advantages, ref = tensors["advantages"], tensors.get("ref_logps")
     old, sampler = tensors.get("old_logps", current), tensors.get("sampling_logps")
     sampler = old if sampler is None else torch.where(sampler.isnan(), old, sampler)
     if not o.row.of_reference:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
+import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -12,17 +14,23 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Awaited:
-    """In ``sys.meta_path``: finds a module as the finders after it do, and calls a function once that is imported."""
+    """In ``sys.meta_path``: finds a module as the other finders do, and calls a function once that is imported."""
 
     name: str
     function: Callable[[ModuleType], Any]
+    #: The threads in which it asks the others, of which one may ask it in turn.
+    asking: set[int] = field(default_factory=set, compare=False)
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name != self.name:
+        thread = threading.get_ident()
+        if name != self.name or thread in self.asking:
             return None
-        finders = [*sys.meta_path]
-        others = finders[finders.index(self) + 1 :] if self in finders else []
-        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
+        others = [finder for finder in sys.meta_path if finder is not self]
+        self.asking.add(thread)
+        try:
+            spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
+        finally:
+            self.asking.remove(thread)
         loader: Any = None if spec is None else spec.loader
         if loader is not None:
             execute = loader.exec_module
@@ -30,7 +38,8 @@ class Awaited:
             def exec_module(module: ModuleType) -> None:
                 loader.exec_module = execute
                 execute(module)
-                if forget(name, self.function):
+                # One loader may load all modules of an archive.
+                if module.__name__ == name and forget(name, self.function):
                     self.function(module)
 
             loader.exec_module = exec_module
@@ -39,9 +48,8 @@ class Awaited:
 
 def when_imported(name: str, function: Callable[[ModuleType], Any]) -> None:
     """Call ``function`` with the module of this name: now if it is imported already, else as soon as it is."""
-    module = sys.modules.get(name)
-    if module is not None:
-        function(module)
+    if sys.modules.get(name) is not None:
+        function(importlib.import_module(name))  # which waits for another thread that imports it now
     elif Awaited(name, function) not in sys.meta_path:
         sys.meta_path.insert(0, Awaited(name, function))
 

@@ -397,6 +397,18 @@ def test_without_liger_kernel(monkeypatch):
 
 
 @pytest.mark.peers
+def test_lazy_modules_are_not_loaded(tmp_path, monkeypatch):
+    """Those of ``importlib.util.LazyLoader`` run at the first look at them."""
+    (tmp_path / "lazy_module.py").write_text("raise AssertionError('it was loaded')")
+    monkeypatch.syspath_prepend(tmp_path)
+    spec = importlib.util.find_spec("lazy_module")
+    loader = importlib.util.LazyLoader(spec.loader)
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    monkeypatch.setitem(sys.modules, "lazy_module", module)
+    assert not liger.is_installed()
+
+
 def test_arguments_have_liger_kernels_order():
     """By name, for everything whose arguments are positional in liger-kernel; and its defaults."""
     pytest.importorskip("liger_kernel.transformers", reason="liger-kernel is not installed")

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 import warnings
+import zipfile
 
 import pytest
 
@@ -139,3 +140,53 @@ def test_another_finder_that_asks_all_the_others(tmp_path, monkeypatch):
         assert found == [module, module]
     finally:
         del sys.modules["awaited"]
+
+
+class AsksAllOthers:
+    """A finder that finds no module itself."""
+
+    def find_spec(self, name, path=None, target=None):
+        others = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
+        return next(filter(None, others), None) if name.startswith("fw") else None
+
+
+@pytest.mark.parametrize("place", [0, 1, -1])
+def test_a_finder_that_asks_all_others_and_does_not_know_that_it_is_asked(framework, monkeypatch, place):
+    framework(**{"fw.calls": ""})
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    imported = []
+    imports.when_imported("fw.calls", imported.append)
+    sys.meta_path.insert(place, AsksAllOthers())
+    module = importlib.import_module("fw.calls")
+    assert imported == [module]
+
+
+def test_modules_of_one_loader_are_told_apart(tmp_path, monkeypatch):
+    with zipfile.ZipFile(tmp_path / "archive.zip", "w") as archive:
+        for name in ("fw_awaited", "fw_other"):
+            archive.writestr(f"{name}.py", "")
+    monkeypatch.syspath_prepend(tmp_path / "archive.zip")
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    imported = []
+    imports.when_imported("fw_awaited", imported.append)
+    try:
+        assert importlib.util.find_spec("fw_awaited")  # as packages ask whether another is installed
+        importlib.import_module("fw_other")
+        assert imported == []
+        module = importlib.import_module("fw_awaited")
+        assert imported == [module]
+    finally:
+        for name in ("fw_awaited", "fw_other"):
+            sys.modules.pop(name, None)
+
+
+def test_a_module_that_another_thread_imports_now_is_whole(framework):
+    framework(**{"fw.calls": "import time\ntime.sleep(0.3)\ndef head(): pass"})
+    thread = threading.Thread(target=importlib.import_module, args=("fw.calls",))
+    thread.start()
+    while "fw.calls" not in sys.modules:
+        time.sleep(0.01)
+    whole = []
+    imports.when_imported("fw.calls", lambda module: whole.append(hasattr(module, "head")))
+    thread.join()
+    assert whole == [True]

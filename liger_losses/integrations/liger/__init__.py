@@ -108,4 +108,5 @@ class _StandIn(types.ModuleType):
 
 
 def _stand_ins() -> list[str]:
-    return [name for name, module in sys.modules.items() if isinstance(module, _StandIn)]
+    # By type(): isinstance would load the modules of importlib.util.LazyLoader.
+    return [name for name, module in [*sys.modules.items()] if type(module) is _StandIn]

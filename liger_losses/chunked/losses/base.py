@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import FrozenInstanceError, dataclass, field, fields, replace
 from difflib import get_close_matches
 from numbers import Real
 from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, ParamSpec, Protocol, TypeVar
@@ -71,6 +71,7 @@ class LossOptions:
 
     def __init_subclass__(cls) -> None:
         dataclass(frozen=True, kw_only=True)(cls)
+        del cls.__setattr__, cls.__delattr__  # LossOptions has them, and a class may be decorated again
 
     def __post_init__(self) -> None:
         # Both check themselves; each call reads them.
@@ -90,6 +91,13 @@ class LossOptions:
         """Options by the names of the fields; a loss that has other ones has them in a field. ``earlier`` are those of
         the loss that another one replaces."""
         return dict(options)
+
+
+def _refuse(options: LossOptions, name: str, *value: Any) -> None:
+    raise FrozenInstanceError(f"options do not change: make others, as in dataclasses.replace(options, {name}=...).")
+
+
+LossOptions.__setattr__ = LossOptions.__delattr__ = _refuse  # type: ignore[assignment,method-assign]
 
 
 def _option(name: str) -> property:

@@ -12,6 +12,7 @@ from torch import nn
 
 import liger_losses
 from liger_losses import DistillationLoss, Divergence, Head
+from liger_losses.chunked.losses.base import LossOptions
 from tests.losses import BCO, CE, CPO, DPO, GRPO, JSD, KL, KTO, ORPO, AlphaBeta, MiniLLM, SimPO
 from tests.reference import tensors_of
 from tests.results.losses import LOSSES, batch
@@ -164,3 +165,24 @@ def test_signatures_list_every_option():
     parameters = inspect.signature(Own).parameters
     assert next(iter(parameters)) == "floor"
     assert parameters["convention"].default == "gkd"
+
+
+def test_options_may_be_decorated_and_do_not_change():
+    class Plain(LossOptions):
+        scale: float = 1.0
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Decorated(LossOptions):
+        scale: float = 1.0
+
+    for kind in (LossOptions, Plain, Decorated):
+        options = kind(ignore_index=1)
+        for name in ("ignore_index", "scale"):
+            with pytest.raises(dataclasses.FrozenInstanceError):
+                setattr(options, name, 2)
+            with pytest.raises(dataclasses.FrozenInstanceError):
+                delattr(options, name)
+        assert (options, hash(options)) == (kind(ignore_index=1), hash(kind(ignore_index=1)))
+        assert dataclasses.replace(options, ignore_index=3).ignore_index == 3
+        if kind is not LossOptions:
+            assert kind(scale=2.0).scale == 2.0

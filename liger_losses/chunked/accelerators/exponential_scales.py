@@ -42,7 +42,7 @@ def gradient_scales(
     ``d loss / d projection = scale out`` at all columns but the label's, with ``out`` of :func:`linear_exponentials`;
     at the label's, it is ``at_label``. Selected columns add ``sum_j upstream_j (onehot_j - p)`` to ``d loss / d z``.
     Terms may cancel there: they are added before they are rounded, and written into ``out``, as the label's are then.
-    The entropy H adds ``-of_entropy p (log p + H)``: all of ``out`` is multiplied with it, and the soft-cap's slope.
+    The entropy H adds ``-of_entropy p (log p + H)``: all of ``out``, which has no slopes yet, is multiplied with both.
     These p, and their H, are of the rounded exponentials, so that the terms of a row add up to 0 as exact ones do.
 
     Args:
@@ -53,8 +53,8 @@ def gradient_scales(
         here: ``[N]`` bool, whose label is among these columns; another has ``logp`` of another column, and at all of
             them ``d loss / d z = (of_lse - of_logp) p``. ``None`` for all.
         selected: other columns with derivatives; not with ``here``.
-        of_entropy: the loss's derivative by the entropy, ``[N]`` fp32, which is among the values; ``None`` for 0. Not
-            with ``here`` or ``selected``.
+        of_entropy: the loss's derivative by the entropy, ``[N]`` fp32; ``None`` where ``out`` has slopes. Not with
+            ``here`` or ``selected``.
         out: ``[N, V]``, the exponentials; only those two change it.
 
     Returns:
@@ -67,9 +67,8 @@ def gradient_scales(
         sizes = (0, 0) if hidden is None else (hidden.stride(0), hidden.shape[1])
         of_logp, of_lse, of_entropy = [None if g is None else g.contiguous() for g in (of_logp, of_lse, of_entropy)]
         rows, stride, columns = (None, 0, 0) if out is None else (out, out.stride(0), out.shape[1])
-        entropy = None if of_entropy is None and transform.softcap is None else values.entropy
         _scales_kernel[(tokens,)](
-            scale, at_label, scaled, hidden, *sizes, of_logp, of_lse, of_entropy, *values[:3], entropy, here,
+            scale, at_label, scaled, hidden, *sizes, of_logp, of_lse, of_entropy, *values[:3], here,
             rows, stride, columns, *selected, transform.for_kernel,
             BLOCK=1024, BLOCK_K=power_of_two(selected.width + 1),
         )  # fmt: skip
@@ -84,14 +83,14 @@ def expm1(x):
 
 
 #: Arguments whose alignment is no reason to compile again: slices of vectors begin anywhere.
-_VECTORS = ["offset", "lse", "logp", "entropy", "of_logp", "of_lse", "of_entropy", "at_label_out", "here", "hidden"]
+_VECTORS = ["offset", "lse", "logp", "of_logp", "of_lse", "of_entropy", "at_label_out", "here", "hidden"]
 _VECTORS += ["out", "labels", "columns", "logps", "upstream"]
 
 
 @jit(do_not_specialize=["count", "vocab_size"], do_not_specialize_on_alignment=_VECTORS)
 def _scales_kernel(
     scale_out, at_label_out, scaled, hidden, hidden_stride, hidden_size,
-    of_logp, of_lse, of_entropy, offset, lse, logp, entropy, here, out, out_stride, vocab_size,
+    of_logp, of_lse, of_entropy, offset, lse, logp, here, out, out_stride, vocab_size,
     labels, columns, logps, upstream, count, transform, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One program per token."""
@@ -118,21 +117,18 @@ def _scales_kernel(
     row_offset = tl.load(offset + row)
     inverse = inverse_temperature(transform, row, True, 0)
     s = tl.exp(row_offset - row_lse)
-    if entropy is not None:
-        nats = tl.load(entropy + row)
+    if of_entropy is not None:
+        entropy_c = tl.load(of_entropy + row)
         label_log_p = tl.maximum(row_logp, -1e4)  # of no probability, it has no term
-        entropy_c = tl.zeros((), tl.float32)
-        if of_entropy is not None:
-            entropy_c = tl.load(of_entropy + row)
-            totals = tl.zeros((BLOCK,), tl.float32)
-            moments = tl.zeros((BLOCK,), tl.float32)
-            for start in range(0, vocab_size, BLOCK):
-                at = start + tl.arange(0, BLOCK)
-                e = tl.load(out + row * out_stride + at, mask=at < vocab_size, other=0.0).to(tl.float32)
-                totals += e * s
-                moments += e * s * (tl.log(tl.where(e > 0, e, 1.0)) + (row_offset - row_lse))
-            of_label = tl.exp(label_log_p)
-            nats = -(tl.sum(moments, 0) + of_label * label_log_p) / (tl.sum(totals, 0) + of_label)
+        totals = tl.zeros((BLOCK,), tl.float32)
+        moments = tl.zeros((BLOCK,), tl.float32)
+        for start in range(0, vocab_size, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            e = tl.load(out + row * out_stride + at, mask=at < vocab_size, other=0.0).to(tl.float32)
+            totals += e * s
+            moments += e * s * (tl.log(tl.where(e > 0, e, 1.0)) + (row_offset - row_lse))
+        of_label = tl.exp(label_log_p)
+        nats = -(tl.sum(moments, 0) + of_label * label_log_p) / (tl.sum(totals, 0) + of_label)
         for start in range(0, vocab_size, BLOCK):
             at = start + tl.arange(0, BLOCK)
             pointers = out + row * out_stride + at

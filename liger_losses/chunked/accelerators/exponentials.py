@@ -80,7 +80,8 @@ class ExponentialBlock:
         values = empty_values({"offset", "lse", "logp", *[s.name for s in asked]}, part)
         arguments, out, (labels, here) = (part.hidden, matrix_of(part)), memory[:, :size], labels_of(part)
         k = part.selected if isinstance(part.selected, int) else 0
-        columns = linear_exponentials(*arguments, labels, exponentials_of(values), epilogue_of(part), out, k)
+        slopes = not differentiates_entropy(asked)
+        columns = linear_exponentials(*arguments, labels, exponentials_of(values), epilogue_of(part), out, k, slopes)
         if isinstance(part.selected, Tensor):
             columns = part.selected
             out[:1].expand(count, size).gather(1, columns)  # an error of a column outside of the vocabulary
@@ -116,6 +117,8 @@ class ExponentialBlock:
             selected = Selected(labels, columns, logps, of_columns, logps.shape[1])
         hidden, transform = None if grads.of(weights.weight) is None else part.hidden, part.transform(part.temperature)
         derivatives, of_entropy = (upstream.get("logp"), upstream.get("lse")), upstream.get("entropy")
+        if of_entropy is None and differentiates_entropy(self.asked):  # exponentials have no slopes yet
+            of_entropy = torch.zeros_like(values["lse"])
         scale, at_label, scaled = gradient_scales(
             *derivatives, exponentials_of(values), hidden, transform, here, selected, of_entropy, e
         )
@@ -170,6 +173,10 @@ def add_label_terms(part: Target, at_label: Tensor, grads: Gradients) -> None:
         add_to_label_rows_(buffer.whole(), labels_of(part)[0], at_label, part.hidden)
 
 
+def differentiates_entropy(asked: tuple[Statistic, ...]) -> bool:
+    return any(s.name == "entropy" and s.differentiable for s in asked)
+
+
 def row_bytes(call: Signature) -> int:
     """Of a token: exponentials, sums of their tiles, hidden states, the same scaled, and their gradient in fp32."""
     item = call.operand.itemsize
@@ -185,7 +192,7 @@ def serves(call: Signature) -> bool:
     if call.kept or call.teacher_columns or not (call.statistics <= STATISTICS and call.metrics <= METRICS):
         return False
     differentiates = "selected_logps" in call.statistics
-    if differentiates and "entropy" in (call.statistics if call.linear else call.statistics | call.metrics):
+    if differentiates and "entropy" in call.statistics:
         return False
     if call.largest and (differentiates or not call.linear or call.largest > MOST_LARGEST):
         return False

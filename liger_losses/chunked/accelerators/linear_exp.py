@@ -66,11 +66,11 @@ def linear_exponentials(
     epilogue: Epilogue = Epilogue(),
     out: Tensor | None = None,
     k: int = 0,
+    slopes: bool = True,
 ) -> Tensor | None:
     """``out_nv = exp(z_nv - offset_n) dz_nv``, and 0 at the label, for the logits ``z = epilogue(hidden @ weight.T)``.
 
-    ``dz`` is the soft-cap's derivative at this logit, 1 without one, and where the entropy is among the values, whose
-    derivative reads the logits.
+    ``dz`` is the soft-cap's derivative at this logit, 1 without one.
 
     Args:
         hidden: ``[N, H]``.
@@ -81,6 +81,7 @@ def linear_exponentials(
         epilogue: from projections to logits.
         out: ``[N, V]``, rows contiguous; without it only the statistics are computed.
         k: how many columns of the largest logits to return, of a linear epilogue.
+        slopes: False leaves out ``dz``, for derivatives that read the logits.
 
     Returns:
         The columns ``[N, k]`` of the largest ``out``, the label's among them; ``None`` for ``k = 0``.
@@ -105,7 +106,8 @@ def linear_exponentials(
     largest = k or values.argmax is not None
     maxima = torch.empty(2 * column_tiles, tokens, dtype=torch.int32, device=hidden.device) if largest else None
     arguments |= {"labels": labels, "partial": partial, "logit_sums": logit_sums, "moments": moments, "maxima": maxima}
-    arguments["group"], width = _GROUP, arguments["BLOCK_V"] // 2
+    arguments |= {"group": _GROUP, "SLOPES": slopes}
+    width = arguments["BLOCK_V"] // 2
     product = _exponentials_kernel[(min(programs, row_tiles * column_tiles),)]
     product(**arguments, offset=label_logit, needed=None)
     flags = hidden.new_zeros(1 + tokens, dtype=torch.int32)  # allocated once the product is queued
@@ -236,7 +238,7 @@ def _row_exponentials_kernel(
 def _exponentials_kernel(
     hidden, weight, hidden_stride, weight_stride, tokens, vocab_size, hidden_size,
     bias, labels, offset, partial, logit_sums, moments, maxima, needed, group, transform,
-    BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, SLOPES: tl.constexpr,
     out=None, out_stride=None,
 ):  # fmt: skip
     """Persistent programs: each takes every ``programs``-th tile, and groups of row tiles walk the vocabulary one after
@@ -289,7 +291,7 @@ def _exponentials_kernel(
                 tl.store(maxima + (2 * column_tile + half) * tokens + rows, tl.max(key, 1), mask=rows < tokens)
             if moments is not None:
                 moment += tl.sum(e * tl.maximum(exponent, -200.0), 1)  # not 0 * -inf
-            if transform.cap is not None and moments is None:
+            if transform.cap is not None and SLOPES:
                 tanh = capped_tanh(z, transform, inverse)
                 e *= tl.where(z > float("-inf"), 1 - tanh * tanh, 0.0)
             if out is not None:

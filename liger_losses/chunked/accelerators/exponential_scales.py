@@ -1,4 +1,4 @@
-"""What products with exponentials are scaled by, to be gradients of a loss on log-probabilities.
+"""What products with exponentials are scaled by, to be gradients of a loss on log-probabilities and entropies.
 
 See :mod:`liger_losses.chunked.accelerators.linear_exp`. N tokens, H hidden size, k selected columns of a token.
 """

@@ -174,6 +174,7 @@ def add_label_terms(part: Target, at_label: Tensor, grads: Gradients) -> None:
 
 
 def differentiates_entropy(asked: tuple[Statistic, ...]) -> bool:
+    """Whether there may be a derivative by the entropy: exponentials are then without the soft-cap's slope."""
     return any(s.name == "entropy" and s.differentiable for s in asked)
 
 

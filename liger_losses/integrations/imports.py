@@ -25,7 +25,7 @@ class Awaited:
         thread = threading.get_ident()
         if name != self.name or thread in self.asking:
             return None
-        others = [finder for finder in sys.meta_path if finder is not self]
+        others = [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
         self.asking.add(thread)
         try:
             spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)

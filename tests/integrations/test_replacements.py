@@ -8,6 +8,7 @@ import threading
 import time
 import warnings
 import zipfile
+from types import SimpleNamespace
 
 import pytest
 
@@ -157,6 +158,16 @@ def test_a_finder_that_asks_all_others_and_does_not_know_that_it_is_asked(framew
     imported = []
     imports.when_imported("fw.calls", imported.append)
     sys.meta_path.insert(place, AsksAllOthers())
+    module = importlib.import_module("fw.calls")
+    assert imported == [module]
+
+
+@pytest.mark.filterwarnings("ignore::ImportWarning")
+def test_a_finder_of_old_python_is_passed_over(framework, monkeypatch):
+    framework(**{"fw.calls": ""})
+    monkeypatch.setattr(sys, "meta_path", [SimpleNamespace(find_module=lambda *_: None), *sys.meta_path])
+    imported = []
+    imports.when_imported("fw.calls", imported.append)
     module = importlib.import_module("fw.calls")
     assert imported == [module]
 

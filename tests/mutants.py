@@ -97,7 +97,7 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
         ("chunked.accelerators.linear_exp", "linear_exponentials", "if out is not None", "if False"),
         ("chunked.accelerators.label_rows", "_add_to_label_rows_kernel", "ordered + first - 1", "ordered - first - 1"),
         ("chunked.accelerators.hard_rows", "_merge_kernel", "part_total * scale", "part_total"),
-        ("chunked.accelerators.exponential_scales", "_scales_kernel", "log_p + nats", "log_p - nats"),
+        ("chunked.accelerators.exponentials", "ExponentialBlock._of_logits", "value[at]", "value[:1]"),
         ("chunked.accelerators.linear_exp", "_row_exponentials_kernel", "tl.minimum(best, column)", "column"),
         ("chunked.accelerators.kept", "RowsInPlace.hidden_gradient", "count + 1", "count - 1"),
         ("chunked.accelerators.row_sums", "_sum_terms", "value[:, None] * x", "value[:, None] - x"),

@@ -136,7 +136,7 @@ def heads():
         "entropy, fp32": lambda: statistics("logp entropy", None, FP32, warm),
         "log-probabilities, logits in memory": lambda: statistics("logp", None, metrics="entropy mean_logit"),
         "log-probabilities and entropy, exponentials in memory": lambda: statistics(
-            "logp entropy", None, transform=each_capped, metrics="argmax mean_logit"
+            "logp entropy", None, transform=warm, metrics="argmax mean_logit"
         ),
         "log-probabilities, two passes": lambda: statistics("logp", transform=warm),
         "selected": lambda: selected(128),

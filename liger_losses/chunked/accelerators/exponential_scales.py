@@ -1,4 +1,4 @@
-"""What products with exponentials are scaled by, to be gradients of a loss on log-probabilities and entropies.
+"""What products with exponentials are scaled by, to be gradients of a loss on log-probabilities.
 
 See :mod:`liger_losses.chunked.accelerators.linear_exp`. N tokens, H hidden size, k selected columns of a token.
 """
@@ -19,6 +19,8 @@ from liger_losses.kernels.logit_transform import LogitTransform, capped_tanh, in
 class Selected(NamedTuple):
     """Columns of each token whose log-probabilities have derivatives, of which some may be the same, or the label."""
 
+    out: Tensor | None = None  # [N, V], exponentials
+    stride: int = 0  # of its rows
     labels: Tensor | None = None  # [N] int64
     columns: Tensor | None = None  # [N, k] int64, contiguous as the others
     logps: Tensor | None = None  # [N, k]
@@ -34,16 +36,12 @@ def gradient_scales(
     transform: LogitTransform = LogitTransform(),
     here: Tensor | None = None,
     selected: Selected = Selected(),
-    of_entropy: Tensor | None = None,
-    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The factors of products with exponentials, from ``d loss / d z = (of_lse - of_logp) p + of_logp onehot``.
 
     ``d loss / d projection = scale out`` at all columns but the label's, with ``out`` of :func:`linear_exponentials`;
     at the label's, it is ``at_label``. Selected columns add ``sum_j upstream_j (onehot_j - p)`` to ``d loss / d z``.
     Terms may cancel there: they are added before they are rounded, and written into ``out``, as the label's are then.
-    The entropy H adds ``-of_entropy p (log p + H)``: all of ``out``, which has no slopes yet, is multiplied with both.
-    These p, and their H, are of the rounded exponentials, so that the terms of a row add up to 0 as exact ones do.
 
     Args:
         of_logp, of_lse: the loss's derivatives by both statistics, ``[N]`` fp32; ``None`` for 0.
@@ -53,9 +51,6 @@ def gradient_scales(
         here: ``[N]`` bool, whose label is among these columns; another has ``logp`` of another column, and at all of
             them ``d loss / d z = (of_lse - of_logp) p``. ``None`` for all.
         selected: other columns with derivatives; not with ``here``.
-        of_entropy: the loss's derivative by the entropy, ``[N]`` fp32; ``None`` where ``out`` has slopes. Not with
-            ``here`` or ``selected``.
-        out: ``[N, V]``, the exponentials; only those two change it.
 
     Returns:
         ``scale [N]``, ``at_label [N]``, and ``scale hidden [N, H]``, rounded once, in its dtype (or ``None``).
@@ -65,12 +60,10 @@ def gradient_scales(
     hidden = None if hidden is None else with_contiguous_rows(hidden)
     if tokens := scale.shape[0]:
         sizes = (0, 0) if hidden is None else (hidden.stride(0), hidden.shape[1])
-        of_logp, of_lse, of_entropy = [None if g is None else g.contiguous() for g in (of_logp, of_lse, of_entropy)]
-        rows, stride, columns = (None, 0, 0) if out is None else (out, out.stride(0), out.shape[1])
+        vectors = [None if g is None else g.contiguous() for g in (of_logp, of_lse)]
         _scales_kernel[(tokens,)](
-            scale, at_label, scaled, hidden, *sizes, of_logp, of_lse, of_entropy, *values[:3], here,
-            rows, stride, columns, *selected, transform.for_kernel,
-            BLOCK=1024, BLOCK_K=power_of_two(selected.width + 1),
+            scale, at_label, scaled, hidden, *sizes, *vectors, *values[:3], here, *selected,
+            transform.for_kernel, BLOCK=1024, BLOCK_K=power_of_two(selected.width + 1),
         )  # fmt: skip
     return scale, at_label, scaled
 
@@ -83,15 +76,15 @@ def expm1(x):
 
 
 #: Arguments whose alignment is no reason to compile again: slices of vectors begin anywhere.
-_VECTORS = ["offset", "lse", "logp", "of_logp", "of_lse", "of_entropy", "at_label_out", "here", "hidden"]
+_VECTORS = ["offset", "lse", "logp", "of_logp", "of_lse", "at_label_out", "here", "hidden"]
 _VECTORS += ["out", "labels", "columns", "logps", "upstream"]
 
 
-@jit(do_not_specialize=["count", "vocab_size"], do_not_specialize_on_alignment=_VECTORS)
+@jit(do_not_specialize=["count"], do_not_specialize_on_alignment=_VECTORS)
 def _scales_kernel(
     scale_out, at_label_out, scaled, hidden, hidden_stride, hidden_size,
-    of_logp, of_lse, of_entropy, offset, lse, logp, here, out, out_stride, vocab_size,
-    labels, columns, logps, upstream, count, transform, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
+    of_logp, of_lse, offset, lse, logp, here, out, out_stride, labels, columns, logps, upstream, count, transform,
+    BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One program per token."""
     row = tl.program_id(0).to(tl.int64)
@@ -116,32 +109,7 @@ def _scales_kernel(
     row_logp = tl.load(logp + row)
     row_offset = tl.load(offset + row)
     inverse = inverse_temperature(transform, row, True, 0)
-    s = tl.exp(row_offset - row_lse)
-    if of_entropy is not None:
-        entropy_c = tl.load(of_entropy + row)
-        label_log_p = tl.maximum(row_logp, -1e4)  # of no probability, it has no term
-        totals = tl.zeros((BLOCK,), tl.float32)
-        moments = tl.zeros((BLOCK,), tl.float32)
-        for start in range(0, vocab_size, BLOCK):
-            at = start + tl.arange(0, BLOCK)
-            e = tl.load(out + row * out_stride + at, mask=at < vocab_size, other=0.0).to(tl.float32)
-            totals += e * s
-            moments += e * s * (tl.log(tl.where(e > 0, e, 1.0)) + (row_offset - row_lse))
-        of_label = tl.exp(label_log_p)
-        nats = -(tl.sum(moments, 0) + of_label * label_log_p) / (tl.sum(totals, 0) + of_label)
-        for start in range(0, vocab_size, BLOCK):
-            at = start + tl.arange(0, BLOCK)
-            pointers = out + row * out_stride + at
-            e = tl.load(pointers, mask=at < vocab_size, other=0.0).to(tl.float32)
-            log_p = tl.log(tl.where(e > 0, e, 1.0)) + (row_offset - row_lse)
-            e *= p_c - entropy_c * (log_p + nats)
-            if transform.cap is not None:
-                tanh = capped_tanh(log_p + row_lse, transform, inverse)
-                e *= 1 - tanh * tanh
-            tl.store(pointers, e.to(out.dtype.element_ty), mask=at < vocab_size)
-        p_c -= entropy_c * (label_log_p + nats)  # at the label
-    else:
-        s *= p_c
+    s = p_c * tl.exp(row_offset - row_lse)
     # p_coef p + label_coef with p = 1 + expm1(logp), so that p - 1 keeps its digits.
     at_label = (p_c + label_c) + p_c * expm1(row_logp)
     if transform.factor is not None:

@@ -2,9 +2,9 @@
 
 The softmax is a multiple of it by row, so both gradient products are taken with it as it is (:mod:`.linear_exp`). It
 takes half the memory of fp32 logits, so more losses that couple tokens keep their blocks until backward, and no pass
-over logits between the products, but for an entropy's derivative, which takes the logarithms of exponentials in two.
-The labels' own terms are added in fp32. Logits of selected columns are products with single rows of the head; of terms
-there that may cancel, the sum is written among the exponentials.
+over logits between the products. The labels' own terms are added in fp32. Logits of selected columns are products with
+single rows of the head; of terms there that may cancel, the sum is written among the exponentials. Entropies are mostly
+metrics: where one has a derivative, the core's block computes the logits again.
 
 On an H200 in bf16 (benchmarks/results/accelerators.txt), calls with it take this part of the time without it, at 4,096
 and 16,384 tokens x 2048 and 4096 x 128256: cross-entropy 0.85 to 0.92, GRPO 0.65 to 0.90, log-probabilities 0.66 to
@@ -39,6 +39,7 @@ from liger_losses.chunked.accelerators.one_matrix import (
     labels_of,
     matrix_of,
 )
+from liger_losses.chunked.core.block import Block
 from liger_losses.chunked.core.buffers import Gradients
 from liger_losses.chunked.core.plan import MOST_PARTS, Plan, Signature, by_blocks, least_bytes, padded, slices
 from liger_losses.chunked.core.rows import merged
@@ -52,6 +53,8 @@ STATISTICS = {"logp", "lse", "entropy", "selected_logps"}
 METRICS = STATISTICS | {"mean_logit", "argmax"}
 #: The most largest columns: a kernel numbers the candidates for them in 16 bits.
 MOST_LARGEST = 512
+#: Where an entropy has a derivative, so many blocks of the core write it one after the other.
+SLICES = 16
 #: The labels' terms, most of the weight's gradient, are added once at the end: with so many blocks, its error is at
 #: most that of plain PyTorch, and twice as large in rows that are no token's label. Of selected columns, each block
 #: adds its own.
@@ -80,8 +83,7 @@ class ExponentialBlock:
         values = empty_values({"offset", "lse", "logp", *[s.name for s in asked]}, part)
         arguments, out, (labels, here) = (part.hidden, matrix_of(part)), memory[:, :size], labels_of(part)
         k = part.selected if isinstance(part.selected, int) else 0
-        slopes = not differentiates_entropy(asked)
-        columns = linear_exponentials(*arguments, labels, exponentials_of(values), epilogue_of(part), out, k, slopes)
+        columns = linear_exponentials(*arguments, labels, exponentials_of(values), epilogue_of(part), out, k)
         if isinstance(part.selected, Tensor):
             columns = part.selected
             out[:1].expand(count, size).gather(1, columns)  # an error of a column outside of the vocabulary
@@ -100,10 +102,24 @@ class ExponentialBlock:
         self, upstream: dict[str, Tensor], grads: Gradients, hidden: Tensor | None = None
     ) -> Tensor | None:
         """Add the gradients of weight and bias; return that of the hidden states ``[R, H]``, if they need one."""
+        if "entropy" in upstream:
+            grad, weights = self._of_logits(upstream, grads), self.part.head.weights
+            weights.add_gradients(grads, grad, self.part.hidden, ALL)
+            return weights.hidden_gradient(grad, ALL) if self.plan.hidden else None
         hidden, at_label = self.add_products(upstream, grads)
         if "selected_logps" not in upstream:  # of which the labels' terms are among the exponentials
             add_label_terms(self.part, at_label, grads)
         return hidden
+
+    def _of_logits(self, upstream: dict[str, Tensor], grads: Gradients) -> Tensor:
+        """The gradient of projections ``[R, C]``, which takes the memory of exponentials, by the core's blocks of some
+        tokens at a time: an entropy's derivative may be less than the rounding of exponentials."""
+        grad, count = self.memory[:, : self.part.head.weights.columns], len(self.memory)
+        for at in slices(0, count, -(-count // SLICES) or 1):
+            values = {name: value[at] for name, value in self.constants.items()}
+            block = Block.of(self.part.take(at), self.asked, self.plan, values)
+            block.gradient({name: g[at] for name, g in upstream.items()}, grads, grad[at])
+        return grad
 
     def add_products(self, upstream: dict[str, Tensor], grads: Gradients) -> tuple[Tensor | None, Tensor]:
         """The same without the labels' terms of the weight's gradient; and these terms' factors ``[R]``."""
@@ -114,13 +130,11 @@ class ExponentialBlock:
         selected, of_columns = Selected(), upstream.get("selected_logps")
         if of_columns is not None:
             columns, logps, of_columns = part.selected.contiguous(), values["selected_logps"], of_columns.contiguous()
-            selected = Selected(labels, columns, logps, of_columns, logps.shape[1])
+            selected = Selected(e, e.stride(0), labels, columns, logps, of_columns, logps.shape[1])
         hidden, transform = None if grads.of(weights.weight) is None else part.hidden, part.transform(part.temperature)
-        derivatives, of_entropy = (upstream.get("logp"), upstream.get("lse")), upstream.get("entropy")
-        if of_entropy is None and differentiates_entropy(self.asked):  # exponentials have no slopes yet
-            of_entropy = torch.zeros_like(values["lse"])
+        derivatives = upstream.get("logp"), upstream.get("lse")
         scale, at_label, scaled = gradient_scales(
-            *derivatives, exponentials_of(values), hidden, transform, here, selected, of_entropy, e
+            *derivatives, exponentials_of(values), hidden, transform, here, selected
         )
         hidden = None
         if self.plan.hidden:
@@ -173,15 +187,12 @@ def add_label_terms(part: Target, at_label: Tensor, grads: Gradients) -> None:
         add_to_label_rows_(buffer.whole(), labels_of(part)[0], at_label, part.hidden)
 
 
-def differentiates_entropy(asked: tuple[Statistic, ...]) -> bool:
-    """Whether there may be a derivative by the entropy: exponentials are then without the soft-cap's slope."""
-    return any(s.name == "entropy" and s.differentiable for s in asked)
-
-
 def row_bytes(call: Signature) -> int:
-    """Of a token: exponentials, sums of their tiles, hidden states, the same scaled, and their gradient in fp32."""
+    """Of a token: exponentials, sums of their tiles, hidden states, the same scaled, and their gradient in fp32; its
+    part of the logits of the derivative by an entropy."""
     item = call.operand.itemsize
-    return padded(call.columns) * item + bytes_of_sums(call) + call.hidden_size * (2 * item + 4)
+    logits = 4 * padded(call.columns) // SLICES if "entropy" in call.statistics else 0
+    return padded(call.columns) * item + bytes_of_sums(call) + logits + call.hidden_size * (2 * item + 4)
 
 
 def serves(call: Signature) -> bool:
@@ -193,12 +204,12 @@ def serves(call: Signature) -> bool:
     if call.kept or call.teacher_columns or not (call.statistics <= STATISTICS and call.metrics <= METRICS):
         return False
     differentiates = "selected_logps" in call.statistics
-    if differentiates and "entropy" in call.statistics:
-        return False
+    if "entropy" in call.statistics and (differentiates or not call.gradients_in_backward):
+        return False  # in one pass, its derivative is certain
     if call.largest and (differentiates or not call.linear or call.largest > MOST_LARGEST):
         return False
-    # A rank has neither other columns' logits, nor the sums over all exponentials that an entropy's derivative takes.
-    return call.ranks == 1 or not (call.statistics - {"logp", "lse"} or call.metrics & {"selected_logps", "argmax"})
+    # A rank has no logits of other columns.
+    return call.ranks == 1 or not (differentiates or call.metrics & {"selected_logps", "argmax"})
 
 
 def planned(call: Signature) -> Plan | None:

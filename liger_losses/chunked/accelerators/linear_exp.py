@@ -66,7 +66,6 @@ def linear_exponentials(
     epilogue: Epilogue = Epilogue(),
     out: Tensor | None = None,
     k: int = 0,
-    slopes: bool = True,
 ) -> Tensor | None:
     """``out_nv = exp(z_nv - offset_n) dz_nv``, and 0 at the label, for the logits ``z = epilogue(hidden @ weight.T)``.
 
@@ -81,7 +80,6 @@ def linear_exponentials(
         epilogue: from projections to logits.
         out: ``[N, V]``, rows contiguous; without it only the statistics are computed.
         k: how many columns of the largest logits to return, of a linear epilogue.
-        slopes: False leaves out ``dz``, for derivatives that read the logits.
 
     Returns:
         The columns ``[N, k]`` of the largest ``out``, the label's among them; ``None`` for ``k = 0``.
@@ -106,7 +104,7 @@ def linear_exponentials(
     largest = k or values.argmax is not None
     maxima = torch.empty(2 * column_tiles, tokens, dtype=torch.int32, device=hidden.device) if largest else None
     arguments |= {"labels": labels, "partial": partial, "logit_sums": logit_sums, "moments": moments, "maxima": maxima}
-    arguments |= {"group": _GROUP, "SLOPES": slopes}
+    arguments["group"] = _GROUP
     width = arguments["BLOCK_V"] // 2
     product = _exponentials_kernel[(min(programs, row_tiles * column_tiles),)]
     product(**arguments, offset=label_logit, needed=None)
@@ -238,7 +236,7 @@ def _row_exponentials_kernel(
 def _exponentials_kernel(
     hidden, weight, hidden_stride, weight_stride, tokens, vocab_size, hidden_size,
     bias, labels, offset, partial, logit_sums, moments, maxima, needed, group, transform,
-    BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, SLOPES: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
     out=None, out_stride=None,
 ):  # fmt: skip
     """Persistent programs: each takes every ``programs``-th tile, and groups of row tiles walk the vocabulary one after
@@ -291,7 +289,7 @@ def _exponentials_kernel(
                 tl.store(maxima + (2 * column_tile + half) * tokens + rows, tl.max(key, 1), mask=rows < tokens)
             if moments is not None:
                 moment += tl.sum(e * tl.maximum(exponent, -200.0), 1)  # not 0 * -inf
-            if transform.cap is not None and SLOPES:
+            if transform.cap is not None:
                 tanh = capped_tanh(z, transform, inverse)
                 e *= tl.where(z > float("-inf"), 1 - tanh * tanh, 0.0)
             if out is not None:

@@ -161,10 +161,9 @@ def test_selected_columns(transform, options, k):
     check(call, plain, hidden, weight, bias)
 
 
-@pytest.mark.parametrize("kept", [True, False], ids=["kept until backward", "one pass"])
 @pytest.mark.parametrize("softcap", [None, 20.0])
 @pytest.mark.parametrize("by", [1.0, torch.linspace(0.5, 2.0, 40, device=DEVICE)], ids=["1", "temperatures"])
-def test_entropies(by, softcap, kept):
+def test_entropies(by, softcap):
     """Whose derivative is by each column's log-probability; of confident, flat and impossible tokens too."""
     hidden, weight, labels, bias = problem(40, 24, 90, dtype=torch.bfloat16, masked=0.2, bias=True)
     of_entropy, of_logp = torch.randn(2, 40, generator=torch.Generator().manual_seed(1))
@@ -178,13 +177,8 @@ def test_entropies(by, softcap, kept):
 
     def call():
         head, names = Head(weight, bias, LogitTransform(by, 1.3, softcap)), ("logp", "entropy", "lse")
-        on = {"metrics": "argmax", "options": EngineOptions(backend="triton")}
-        if not kept:
-            given = {"of_entropy": of_entropy, "of_logp": of_logp}
-            loss, s = linear_token_loss(hidden, head, labels, losses, names, token_inputs=given, **on)
-        else:
-            s = linear_statistics(hidden, head, labels, names, **on)
-            loss = torch.where(labels >= 0, losses(s, labels, of_entropy, of_logp), 0.0).sum()
+        s = linear_statistics(hidden, head, labels, names, metrics="argmax", options=EngineOptions(backend="triton"))
+        loss = torch.where(labels >= 0, losses(s, labels, of_entropy, of_logp), 0.0).sum()
         logits = plain_logits(hidden.float(), weight.float(), bias.float(), divisor, 1.3, softcap)[labels >= 0]
         torch.testing.assert_close(logits.gather(1, s.argmax[labels >= 0, None])[:, 0], logits.amax(-1))
         return loss
@@ -198,12 +192,13 @@ def test_entropies(by, softcap, kept):
     check(call, plain, hidden, weight, bias)
 
 
-def test_entropies_of_tokens_that_are_sure_of_another_column_than_the_label():
-    """What is left where their terms cancel is not what the largest exponential was rounded by."""
+@pytest.mark.parametrize(("scale", "sure"), [(0.3, 20), (0.01, 0)], ids=["sure of another column", "flat"])
+def test_entropies_whose_terms_cancel(scale, sure):
+    """What is left is not what exponentials are rounded by."""
     hidden, weight, labels, _ = inputs()
     with torch.no_grad():
         rows = weight[(labels + 1) % 90]
-        hidden.mul_(0.3).add_(20 * rows / rows.norm(dim=1, keepdim=True))
+        hidden.mul_(scale).add_(sure * rows / rows.norm(dim=1, keepdim=True))
 
     def plain(*leaves):
         log_p = wide(plain_logits(*leaves)).log_softmax(-1)
@@ -221,8 +216,7 @@ def test_entropies_of_tokens_that_are_sure_of_another_column_than_the_label():
     ("names", "softcap"), [(("lse",), 3.0), (("lse", "entropy"), 20.0)], ids=["a metric", "without a derivative"]
 )
 def test_slopes_of_a_soft_cap_beside_entropies(names, softcap):
-    """Those of rounded exponentials' logarithms are inexact near the soft-cap: only an entropy's derivative takes them,
-    or what could have had one."""
+    """Which are of logits, not of rounded exponentials' logarithms."""
     hidden, weight, labels, _ = inputs()
     with torch.no_grad():
         hidden *= 12

@@ -14,7 +14,7 @@ from torch import Tensor
 from liger_losses.chunked.accelerators.tiles import Tiles, project_tile, tile_position
 from liger_losses.kernels._triton import jit, tl
 from liger_losses.kernels.logit_transform import inverse_temperature, transform_block
-from liger_losses.kernels.online_softmax import Sums, online_start, online_step, store_statistics, stored
+from liger_losses.kernels.online_softmax import Sums, online_start, online_step
 
 if TYPE_CHECKING:
     from liger_losses.chunked.accelerators.linear_exp import Exponentials
@@ -43,8 +43,8 @@ def compute_hard_rows(values: Exponentials, label_logit: Tensor, flags: Tensor, 
         **arguments, partial=partial, needed=flags, splits=splits, group=group, sums=sums
     )
     _merge_kernel[(-(-tokens // _MERGED),)](
-        partial, label_logit, flags, values.offset, stored({**values._asdict(), "mean_logit": None}),
-        splits, tokens, sums, BLOCK=_MERGED,
+        partial, label_logit, flags, values.offset, values.lse, values.logp, values.entropy, values.argmax,
+        splits, tokens, BLOCK=_MERGED,
     )  # fmt: skip
 
 
@@ -89,11 +89,14 @@ def _hard_rows_kernel(
         tl.store(at + 3 * step, best.to(tl.float32), mask=valid)
 
 
-@jit(
-    do_not_specialize=["splits", "tokens"],
-    do_not_specialize_on_alignment=["partial", "label_logit", "flags", "offset"],
-)
-def _merge_kernel(partial, label_logit, flags, offset, out, splits, tokens, sums, BLOCK: tl.constexpr):
+#: Arguments whose alignment is no reason to compile again: slices of vectors begin anywhere.
+_VECTORS = ["partial", "label_logit", "flags", "offset", "lse", "logp", "entropy", "argmax"]
+
+
+@jit(do_not_specialize=["splits", "tokens"], do_not_specialize_on_alignment=_VECTORS)
+def _merge_kernel(
+    partial, label_logit, flags, offset, lse, logp, entropy, argmax, splits, tokens, BLOCK: tl.constexpr,
+):  # fmt: skip
     """One program per block of tokens; the order of the sums depends on the number of splits alone."""
     if tl.load(flags) == 0:
         return
@@ -109,14 +112,22 @@ def _merge_kernel(partial, label_logit, flags, offset, out, splits, tokens, sums
         new_top = tl.maximum(top, part_top)
         rescale = tl.exp(top - new_top)
         scale = tl.exp(part_top - new_top)
-        if sums.moment is not None:
+        if entropy is not None:
             part_moment = tl.load(at + 2 * step, mask=mask, other=0.0) + part_total * (part_top - new_top)
             moment = rescale * (moment + total * (top - new_top)) + scale * part_moment
-        if sums.argmax is not None:
+        if argmax is not None:
             best = tl.where(part_top > top, tl.load(at + 3 * step, mask=mask, other=0.0).to(tl.int32), best)
         total = total * rescale + part_total * scale
         top = new_top
-    z = tl.load(label_logit + rows, mask=mask, other=0.0)
-    row_lse = store_statistics(out, rows, mask, z, (best, zero, moment, zero, top, total, 0.0, zero), sums, 1)
+    log_total = tl.log(total)
+    row_lse = top + log_total
+    tl.store(lse + rows, row_lse, mask=mask)
+    if logp is not None:
+        z = tl.load(label_logit + rows, mask=mask, other=0.0)
+        tl.store(logp + rows, (z - top) - log_total, mask=mask)
+    if entropy is not None:
+        tl.store(entropy + rows, log_total - moment / total, mask=mask)
+    if argmax is not None:
+        tl.store(argmax + rows, best.to(tl.int64), mask=mask)
     if offset is not None:  # finite, also in base 2, where all logits are -inf
         tl.store(offset + rows, tl.where(row_lse == float("-inf"), -1.0e38, row_lse), mask=mask)

@@ -212,27 +212,6 @@ def test_entropies_whose_terms_cancel(scale, sure):
     check(call, plain, hidden, weight)
 
 
-@pytest.mark.parametrize(
-    ("names", "softcap"), [(("lse",), 3.0), (("lse", "entropy"), 20.0)], ids=["a metric", "without a derivative"]
-)
-def test_slopes_of_a_soft_cap_beside_entropies(names, softcap):
-    """Which are of logits, not of rounded exponentials' logarithms."""
-    hidden, weight, labels, _ = inputs()
-    with torch.no_grad():
-        hidden *= 12
-
-    def call():
-        on = {"metrics": ("entropy",), "options": EngineOptions(backend="triton")}
-        return linear_statistics(
-            hidden, weight, labels, names, transform=LogitTransform(softcap=softcap), **on
-        ).lse.sum()
-
-    def plain(*leaves):  # of bf16's rounding, nothing is left but that of the gradients
-        return plain_logits(*[t.double() for t in leaves], softcap=softcap).logsumexp(-1)[labels >= 0].sum()
-
-    check(call, plain, hidden, weight)
-
-
 def test_a_label_that_is_impossible_has_no_term_of_the_entropy():
     hidden, weight, labels, _ = inputs()
     bias = torch.zeros(90, dtype=torch.bfloat16, device=DEVICE)

@@ -45,6 +45,7 @@ def test_tiles_of_all_groups_are_summed(monkeypatch):
         assert torch.equal(ours, in_parts)
 
 
+@pytest.mark.skipif(not INTERPRETED, reason="so few tokens have as many splits as a GPU has multiprocessors")
 @pytest.mark.parametrize("metrics", [set(), {"argmax"}, {"entropy", "mean_logit"}, {"argmax", "entropy", "mean_logit"}])
 def test_plans_have_room_for_the_sums_of_tiles(metrics):
     call = replace(CALL, hidden_size=16, columns=16384, metrics=frozenset(metrics))

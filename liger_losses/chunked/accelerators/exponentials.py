@@ -66,22 +66,39 @@ class ExponentialBlock:
     """Of these tokens; ``constants`` are the statistics and the offsets of exponentials.
 
     ``place`` is the label's row. Where ranks share the vocabulary, ``here`` says whose is this rank's; of others it is
-    another row, and so is ``logp here``.
+    another row, and so is ``logp here``. Where the statistics are known, exponentials are computed once a gradient
+    reads them.
     """
 
     part: Any
     asked: tuple[Statistic, ...]
     plan: Plan
-    memory: Tensor  # [R, P]
+    memory: Tensor | None  # [R, P]
     constants: dict[str, Tensor]
 
     @classmethod
-    def of(cls, part: Target, asked: tuple[Statistic, ...], plan: Plan, *_: Any) -> ExponentialBlock:
-        """A block of these tokens, with whole rows; it computes statistics again that are known."""
-        count, device, size = len(part.hidden), part.hidden.device, part.head.weights.columns
-        memory = torch.empty(count, padded(size), dtype=plan.products.dtype, device=device)
-        values = empty_values({"offset", "lse", "logp", *[s.name for s in asked]}, part)
-        arguments, out, (labels, here) = (part.hidden, matrix_of(part)), memory[:, :size], labels_of(part)
+    def of(
+        cls, part: Target, asked: tuple[Statistic, ...], plan: Plan, constants: dict[str, Tensor] | None = None, *_: Any
+    ) -> ExponentialBlock:
+        """A block of these tokens, with whole rows."""
+        block = cls(part, asked, plan, None, constants or {})
+        if constants is None:
+            block._compute()
+        return block
+
+    def _rows(self) -> Tensor:
+        """The memory's columns of this rank ``[R, C]``."""
+        columns, like = self.part.head.weights.columns, self.part.hidden
+        if self.memory is None:
+            self.memory = like.new_empty(len(like), padded(columns), dtype=self.plan.products.dtype)
+        return self.memory[:, :columns]
+
+    def _compute(self) -> None:
+        """Exponentials and statistics; these again where they are known."""
+        part, out = self.part, self._rows()
+        count, size = out.shape
+        values = empty_values({"offset", "lse", "logp", *[s.name for s in self.asked]}, part)
+        arguments, (labels, here) = (part.hidden, matrix_of(part)), labels_of(part)
         k = part.selected if isinstance(part.selected, int) else 0
         columns = linear_exponentials(*arguments, labels, exponentials_of(values), epilogue_of(part), out, k)
         if isinstance(part.selected, Tensor):
@@ -93,10 +110,9 @@ class ExponentialBlock:
         if part.head.ranks.size > 1:
             logits = values["logp"] + values["lse"]
             offset = values.pop("offset")
-            values = merged(values, part.head.ranks, plan, here)
+            values = merged(values, part.head.ranks, self.plan, here)
             values |= {"offset": offset, "logp here": logits - values["lse"]}
-        values |= {"place": labels} if here is None else {"place": labels, "here": here}
-        return cls(part, asked, plan, memory, values)
+        self.constants = values | ({"place": labels} if here is None else {"place": labels, "here": here})
 
     def add_gradients(
         self, upstream: dict[str, Tensor], grads: Gradients, hidden: Tensor | None = None
@@ -106,6 +122,8 @@ class ExponentialBlock:
             grad, weights = self._of_logits(upstream, grads), self.part.head.weights
             weights.add_gradients(grads, grad, self.part.hidden, ALL)
             return weights.hidden_gradient(grad, ALL) if self.plan.hidden else None
+        if self.memory is None:
+            self._compute()
         hidden, at_label = self.add_products(upstream, grads)
         if "selected_logps" not in upstream:  # of which the labels' terms are among the exponentials
             add_label_terms(self.part, at_label, grads)
@@ -114,8 +132,8 @@ class ExponentialBlock:
     def _of_logits(self, upstream: dict[str, Tensor], grads: Gradients) -> Tensor:
         """The gradient of projections ``[R, C]``, which takes the memory of exponentials, by the core's blocks of some
         tokens at a time: an entropy's derivative may be less than the rounding of exponentials."""
-        grad, count = self.memory[:, : self.part.head.weights.columns], len(self.memory)
-        for at in slices(0, count, -(-count // SLICES) or 1):
+        grad = self._rows()
+        for at in slices(0, len(grad), -(-len(grad) // SLICES) or 1):
             values = {name: value[at] for name, value in self.constants.items()}
             block = Block.of(self.part.take(at), self.asked, self.plan, values)
             block.gradient({name: g[at] for name, g in upstream.items()}, grads, grad[at])
@@ -124,7 +142,7 @@ class ExponentialBlock:
     def add_products(self, upstream: dict[str, Tensor], grads: Gradients) -> tuple[Tensor | None, Tensor]:
         """The same without the labels' terms of the weight's gradient; and these terms' factors ``[R]``."""
         part, weights, values = self.part, self.part.head.weights, self.constants
-        e, labels, here = self.memory[:, : weights.columns], values["place"], values.get("here")
+        e, labels, here = self._rows(), values["place"], values.get("here")
         if here is not None:
             values = values | {"logp": values["logp here"]}
         selected, of_columns = Selected(), upstream.get("selected_logps")

@@ -466,9 +466,8 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss, Generic[R]):
             if classes is not None:
                 inputs["label_weights"] = classes[labels.where(mask, 0).clamp(0, len(classes) - 1)]
             dtype, counted = wide(target.hidden.dtype), [mask]
-            for factor in (
-                inputs.values() if o.reduction == "mean" and items is None else ()
-            ):  # of tokens, then of labels
+            by_factors = o.reduction == "mean" and items is None
+            for factor in inputs.values() if by_factors else ():  # of tokens, then of labels
                 counted.append(counted[-1] * factor.to(torch.promote_types(factor.dtype, dtype)))
             # What the cross-entropy is divided by; and the z-loss, if that is another number.
             counted = counted[:-3:-1] if classes is not None else counted[-1:]

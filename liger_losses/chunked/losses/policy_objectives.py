@@ -252,11 +252,8 @@ def policy_terms(
     of the sampler's most likely tokens."""
     batch = [inputs] if o.objective.coupled else []
     old, sampler, advantages = _compared(logps, tensors, o)
-    log_ratio, ref, is_ratio = (
-        RATIOS[o.row.level](logps - old, inputs),
-        tensors.get("ref_logps"),
-        tensors.get("is_ratio"),
-    )
+    log_ratio = RATIOS[o.row.level](logps - old, inputs)
+    ref, is_ratio = tensors.get("ref_logps"), tensors.get("is_ratio")
 
     def objective_of(logps: Tensor, log_ratio: Tensor, advantages: Tensor, old: Tensor, sampler: Tensor) -> Tensor:
         value = o.objective.value(log_ratio, logps, advantages, o, *batch, **o.declared)

@@ -212,6 +212,18 @@ def test_entropies_whose_terms_cancel(scale, sure):
     check(call, plain, hidden, weight)
 
 
+@pytest.mark.parametrize(("name", "times"), [("logp", 1), ("entropy", 0)])
+def test_exponentials_that_no_gradient_reads_are_not_computed_again(name, times):
+    hidden, weight, labels, _ = inputs()
+    options = EngineOptions(strategy="two_pass", backend="triton")
+    with planned_blocks() as names:
+        s = linear_statistics(hidden, weight, labels, ("logp", "entropy"), options=options)
+    assert names == ["exponentials", "statistics"]
+    with mock.patch.object(exponentials, "linear_exponentials", wraps=linear_exponentials) as computed:
+        torch.autograd.grad(getattr(s, name).sum(), (hidden, weight))
+    assert computed.call_count == times
+
+
 def test_a_label_that_is_impossible_has_no_term_of_the_entropy():
     hidden, weight, labels, _ = inputs()
     bias = torch.zeros(90, dtype=torch.bfloat16, device=DEVICE)

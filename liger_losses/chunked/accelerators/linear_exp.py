@@ -75,8 +75,8 @@ def linear_exponentials(
         hidden: ``[N, H]``.
         weight: ``[V, H]``, rows contiguous, of the same half-precision dtype.
         labels: ``[N]`` int64 in ``[0, V)``.
-        values: the tensors to write statistics into. Of logits that differ by less than fp32's error, ``argmax`` may be
-            any.
+        values: the tensors to write statistics into. ``argmax`` may be the column of a logit that is smaller than the
+            largest by up to 2e-5.
         epilogue: from projections to logits.
         out: ``[N, V]``, rows contiguous; without it only the statistics are computed.
         k: how many columns of the largest logits to return, of a linear epilogue.
@@ -247,6 +247,7 @@ def _exponentials_kernel(
     stored in two halves of a tile, whose ``maxima`` are ``[2 column tiles, tokens]``: the bits of the largest e, of
     which the last 7 are 127 minus its place. With x the exponent of 2 in e, moments are the sums of e x.
     """
+    tl.static_assert(BLOCK_V <= 256, "maxima have 7 bits for a place in half a tile")
     row_tiles = tl.cdiv(tokens, BLOCK_N)
     column_tiles = tl.cdiv(vocab_size, BLOCK_V)
     tiles = row_tiles * column_tiles

@@ -372,7 +372,7 @@ def most_read(vocab_size: int) -> int:
 
 
 def _of_all_columns(parts: Sequence[Any], names: Sequence[str], options: EngineOptions) -> list[dict[str, Tensor]]:
-    """Statistics over kept columns, from their logits among those of all columns."""
+    """Statistics over kept columns, whose logits are selected from the logits of all columns."""
     targets = [replace(part, kept=None, selected=part.kept.clamp(min=0)) for part in parts]
     results = list[dict[str, Tensor]]()
     for part, values in zip(parts, statistics(targets, [SELECTED_LOGITS], options), strict=True):

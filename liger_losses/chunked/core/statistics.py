@@ -131,7 +131,7 @@ class DeclaredStatistics:
         values: the statistics, ``None`` for those not asked for.
         reader: the name of the loss.
         place: where it names its statistics.
-        names: of the statistics, those of ``values.registered`` among them.
+        names: of all statistics, registered ones too.
     """
 
     def __init__(self, values: Sequence[Any], reader: str, place: str, names: Sequence[str] = ()) -> None:

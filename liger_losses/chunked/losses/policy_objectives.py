@@ -260,7 +260,7 @@ def policy_terms(
         weights = o.mask_weights(logps, old, sampler, advantages)
         return value if weights is None else torch.where(weights != 0, value * weights, 0.0)
 
-    if o.centers:  # the label's and those of all columns together, in as few operations
+    if o.centers:  # the label and the sampler's columns in one call, which launches half as many operations as two
         p, q = torch.cat([logps[..., None], topk, log_rest(topk)], -1), tensors["sampler_topk"]
         objective = (tensors["shares"] * objective_of(p, p - q, advantages[..., None], q, q)).sum(-1)
     else:

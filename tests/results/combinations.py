@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import random
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, make_dataclass, replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -85,33 +85,16 @@ COLUMNS: dict[str, tuple[Any, ...]] = {
 }
 
 
+#: Beside the columns of the documentation: sizes, and for which tokens the results' upstream gradients are not 0.
+EVERY_COLUMN = {**COLUMNS, "sizes": (Sizes(),), "upstream": ("all", "some")}
 #: The token without a cut, in calls of kept columns.
 UNCUT = slice(13, 14)
 #: Columns whose values say little without their name.
 SAID = ("weight", "bias", "ranks", "teacher")
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(make_dataclass("Values", [(name, Any, values[0]) for name, values in EVERY_COLUMN.items()], frozen=True)):
     """One value of each column."""
-
-    asks: str = "logp"
-    weight: str = "dense"
-    bias: str = "none"
-    transform: str = "none"
-    targets: str = "one"
-    ranks: str = "alone"
-    teacher: str = "model"
-    blocks: str = "default"
-    strategy: str | None = None
-    dtype: str = "float64"
-    layout: str = "contiguous"
-    labels: str = "random"
-    invariant: bool = False
-    backend: str = "torch"
-    #: Beside the columns of the documentation: sizes, and for which tokens the results' upstream gradients are not 0.
-    sizes: Sizes = Sizes()
-    upstream: str = "all"
 
     def __str__(self) -> str:
         """The values that are not the plain ones."""
@@ -172,40 +155,33 @@ class Row:
     @property
     def makes_sense(self) -> bool:
         """Whether the columns say something about the same call."""
-        if self.teacher != "model" and not self.compares:
-            return False
-        if self.kept and self.sizes.shape == (1, 1):
-            return False  # of several tokens, one keeps all columns
-        if self.targets != "one" and (self.kept or self.compares or self.loss):
-            return False  # refused by its own test: one tensor of labels
-        if self.strategy is not None and (self.kept or self.compares or self.loss):
-            return False
-        if self.loss and not self._is_a_sensible_loss:
-            return False
-        if self.ranks != "alone" and not self._may_be_shared:
-            return False
-        if self.asks == "largest" and self.dtype in ("bfloat16", "float16"):
-            return False  # logits that are nearly equal may change places
-        if self.labels == "one unlikely" and self.asks in ("metrics", "largest") and self.transform != "none":
-            return False  # several of the largest logits are at the cap
-        if self.layout == "frozen hidden states" and not self.trained_head:
-            return False
-        if self.invariant and (self.adapted or self.asks == "registered"):
-            return False  # refused
-        if self.invariant and self.quantized and self.blocks == "small workspace":
-            return False  # the same, but where so small a head fits
-        return not (self.backend == "triton" and self.dtype == "float64")
+        of_one_tensor_of_labels = self.kept or self.compares or self.loss
+        return not (
+            (self.teacher != "model" and not self.compares)
+            or (self.kept and self.sizes.shape == (1, 1))  # of several tokens, one keeps all columns
+            or (of_one_tensor_of_labels and (self.targets != "one" or self.strategy is not None))  # refused
+            or (self.loss and not self._is_a_sensible_loss)
+            or (self.ranks != "alone" and not self._may_be_shared)
+            # Logits that are nearly equal may change places, and several of the largest may be at the cap.
+            or (self.asks == "largest" and self.dtype in ("bfloat16", "float16"))
+            or (self.labels == "one unlikely" and self.asks in ("metrics", "largest") and self.transform != "none")
+            or (self.layout == "frozen hidden states" and not self.trained_head)
+            or (self.invariant and (self.adapted or self.asks == "registered"))  # refused
+            # The same, but where so small a head fits.
+            or (self.invariant and self.quantized and self.blocks == "small workspace")
+            or (self.backend == "triton" and self.dtype == "float64")
+        )
 
     @property
     def _is_a_sensible_loss(self) -> bool:
-        if self.sizes.shape[0] % 2 or self.sizes.shape[1] < 2:
-            return False  # of pairs
-        if self.labels == "one unlikely" and not self.asks.startswith("loss: cross entropy"):
-            return False  # ratios and odds of such a token are beyond all floats
-        if self.of_teacher and self.transform == "per token":
-            return False  # an argument of the call
-        some = self.blocks != "no active token"
-        return some or self.of_teacher or self.asks.startswith(("loss: cross entropy", "loss: GRPO"))
+        of_probabilities = self.asks.startswith("loss: cross entropy")
+        return (
+            (self.sizes.shape[0] % 2 == 0 and self.sizes.shape[1] > 1)  # of pairs
+            # Ratios and odds of an unlikely token are beyond all floats.
+            and (self.labels != "one unlikely" or of_probabilities)
+            and not (self.of_teacher and self.transform == "per token")  # an argument of the call
+            and (self.blocks != "no active token" or self.of_teacher or of_probabilities or "GRPO" in self.asks)
+        )
 
     @property
     def _may_be_shared(self) -> bool:
@@ -241,6 +217,10 @@ class Inputs:
             for name, value in self.tensors.items()
         }
         return Inputs(copies, self.labels, self.leaves, self.quantized)
+
+    def hidden(self, k: int) -> Tensor:
+        """Of a target, which may be those of the first."""
+        return self.tensors.get(f"hidden {k}", self.tensors["hidden 0"])
 
     def of_leaves(self) -> list[Tensor]:
         return [self.tensors[name] for name in self.leaves]
@@ -355,7 +335,7 @@ def plain(row: Row, given: Inputs) -> list[Tensor]:
     found, t = list[Tensor](), given.tensors
     for k, labels in enumerate(given.labels):
         head, of_bias = k if row.weights == 2 else 0, k if row.heads == 2 else 0
-        hidden, weight, bias = t.get(f"hidden {k}", t["hidden 0"]), t[f"weight {head}"], t.get(f"bias {of_bias}")
+        hidden, weight, bias = given.hidden(k), t[f"weight {head}"], t.get(f"bias {of_bias}")
         temperature = temperature_of(row, labels)
         if isinstance(temperature, Tensor):
             temperature = temperature.to(hidden.dtype)[..., None]
@@ -474,24 +454,19 @@ def heads_of(row: Row, given: Inputs, part: Part | None = None) -> list[ll.Head]
 def found_by(row: Row, given: Inputs, part: Any = None, workspace: int | None = None) -> list[Tensor]:
     """The results of a row as the library computes them."""
     labels, heads = given.labels, heads_of(row, given, part)
-    hidden = [given.tensors.get(f"hidden {k}", given.tensors["hidden 0"]) for k in range(row.count)]
+    hidden = [given.hidden(k) for k in range(row.count)]
+    how = {"compact": row.blocks != "not compact", "chunk_size": 4 if row.blocks == "chunks" else None}
+    how |= {"backend": row.backend, "workspace": workspace}
     if row.ranks == "DTensor":
         hidden = [on_mesh(states, Replicate()) for states in hidden]
     if row.loss:
-        common = {"chunk_size": 4 if row.blocks == "chunks" else None, "workspace": workspace, "backend": row.backend}
         theirs = given.tensors["teacher"]
         ref = ll.Head(theirs) if part is None else ll.Head(theirs[part.rows], group=part.group)
         d = {**_batch(row, given), "h": hidden[0]}
         if row.ranks == "DTensor" and row.loss != "KL, logits":
             ref, d["other"] = ll.Head(on_mesh(theirs, Shard(0))), on_mesh(d["other"], Replicate())
-        return tensors_of(LOSSES[row.loss](heads[0], ref, d, compact=row.blocks != "not compact", **common))[:1]
-    options = ll.EngineOptions(
-        compact=row.blocks != "not compact",
-        chunk_size=4 if row.blocks == "chunks" else None,
-        strategy=row.strategy,
-        backend=row.backend,
-        workspace=workspace,
-    )
+        return tensors_of(LOSSES[row.loss](heads[0], ref, d, **how))[:1]
+    options = ll.EngineOptions(strategy=row.strategy, **how)
     if row.compares:
         given_to = hidden[0], heads[0], labels[0], _teacher(row, given), divergence(row.asks)
         found = ll.linear_divergence(*given_to, logp=True, temperature=_temperature(row, labels), options=options)
@@ -506,9 +481,8 @@ def found_by(row: Row, given: Inputs, part: Any = None, workspace: int | None = 
             counts = (ids.flatten(0, -2) >= 0).sum(-1)
             offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
             support = ll.TokenSupport(ids[ids >= 0].int(), offsets, add_label=True)
-        common = {name: getattr(options, name) for name in ("compact", "workspace", "chunk_size", "backend")}
         with read_rows_up_to(1 if row.asks == "kept" else row.sizes.vocab // 3):
-            found = ll.linear_logps(hidden[0], heads[0], labels[0], support=support, entropy=True, lse=True, **common)
+            found = ll.linear_logps(hidden[0], heads[0], labels[0], support=support, entropy=True, lse=True, **how)
         return [found.logp, found.entropy, found.lse]
     one = row.targets == "one"
     head = heads if row.heads == 2 else heads[0]

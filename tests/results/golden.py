@@ -1,7 +1,7 @@
 """Losses with gradients in float64, as an earlier commit computed them: ``golden.json``.
 
 ``python -m tests.results.golden COMMIT`` writes this file anew, from the package of that commit (23dcacfe so far; for
-``grpo_loss`` one whose weights are of float64). Of every tensor there are its entries, or :data:`MOST` sums of them
+``grpo_loss``, and for what is newer, 270b17e9). Of every tensor there are its entries, or :data:`MOST` sums of them
 with different weights. A name is a call, so that ``"CE reduction=sum of weight hidden labels": null`` is a new case.
 """
 
@@ -60,7 +60,7 @@ def inputs(dtype: torch.dtype = torch.float64, size: float = 1.0, gap: float = 1
     drawn = functools.partial(wave, dtype=dtype)
 
     def of_tokens(values: Tensor) -> Tensor:
-        return values.masked_fill(~x.mask, torch.nan)
+        return values.masked_fill(~x.mask.view(B, T, *[1] * (values.dim() - 2)), torch.nan)
 
     x = SimpleNamespace(hidden=1.5 * size * drawn(B, T, H), weight=1.2 * drawn(V, H, phase=1.0))
     x.bias = 0.3 * drawn(V, phase=2.0)
@@ -109,7 +109,12 @@ def inputs(dtype: torch.dtype = torch.float64, size: float = 1.0, gap: float = 1
     x.bucket, x.renormalized, x.no_tail = (
         liger_losses.TeacherTopK(top, ids, tail, rest) for tail in ("bucket", "renormalize", "none")
     )
-    x.unknown_rest = liger_losses.TeacherTopK(top, ids)
+    x.unknown_rest, x.gold = liger_losses.TeacherTopK(top, ids), Completions(0.5 * x.hidden[2:], x.labels[:2])
+    x.topk_logps, x.sampler_topk_logps = x.log_p.gather(-1, ids), of_tokens(top)
+    x.sampler_columns, x.all_columns = (
+        liger_losses.TeacherTopK(of_tokens(logps), ids.masked_fill(~x.mask[..., None], -7))
+        for logps, ids in (x.log_q.topk(3), x.log_q.topk(V))
+    )
     x.token_loss = lambda s, y, a: a * s.logp.exp() + s.entropy**2
     x.token_inputs, x.squares = {"a": x.old.detach()}, lambda s, y: s.selected_logps.square().sum(-1)
     return x

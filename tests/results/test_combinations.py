@@ -22,6 +22,12 @@ from tests.reference import (
 from tests.results.combinations import COLUMNS, Row, Sizes, check, found_by, inputs_of, rows, small_workspace
 from tests.seam import BACKENDS
 
+
+def plain(*names):
+    """Of these columns, the plain values alone."""
+    return {name: COLUMNS[name][:1] for name in names}
+
+
 #: Through the kernels, which take long in Triton's interpreter: fewer values of some columns.
 TRITON = {
     "asks": (
@@ -41,17 +47,13 @@ TRITON = {
 }
 
 #: A GPU is fast, and torch's sums on it depend on the number of rows.
-ON_A_GPU = {**TRITON, **{name: COLUMNS[name] for name in ("asks", "weight", "targets", "teacher")}, "ranks": ("alone",)}
+ON_A_GPU = {**TRITON, **{name: COLUMNS[name] for name in ("asks", "weight", "targets", "teacher")}, **plain("ranks")}
 #: Rows and columns that fill no tile of a kernel on a GPU, one token, and a large vocabulary.
 LARGE = {
     **ON_A_GPU,
+    **plain("targets", "teacher", "labels", "invariant", "blocks"),
     "asks": ("logp", "statistics", "token loss", "selected", "kept", "JSD", "loss: DPO", "loss: GRPO"),
     "transform": ("none", "soft-cap"),
-    "targets": ("one",),
-    "teacher": ("model",),
-    "labels": ("random",),
-    "invariant": (False,),
-    "blocks": ("default",),
     "sizes": (
         *(Sizes((2, 259), 576, 96, 1031, 8), Sizes((1, 1), 64, 32, 50257), Sizes((2, 65), 896, 64, 151643, 8)),
         *(Sizes((2, 150), 33, 17, 77), Sizes((4, 1025), 72, 64, 999)),
@@ -68,30 +70,21 @@ def group_of_this_process():
 
 #: In so small workspaces, quantized rows are dequantized where they are needed, and statistics of tiles merged.
 WALKS = {
+    **plain("teacher", "strategy", "invariant", "backend"),
     "asks": ("logp", "statistics", "metrics", "token loss"),
     "weight": ("quantized", "quantized with adapters"),
     "targets": ("one", "two heads"),
-    "teacher": ("model",),
     "blocks": ("small workspace",),
-    "strategy": (None,),
-    "invariant": (False,),
-    "backend": ("torch",),
 }
 #: Blocks that would add to a half-precision gradient of the weight dozens of times.
 MANY_BLOCKS = {
+    **plain("transform", "targets", "strategy", "layout", "labels", "invariant", "backend"),
     "asks": ("logp", "token loss", "selected", "reverse KL", "JSD", "cosine"),
     "weight": ("dense", "adapters"),
     "bias": ("none", "trained"),
-    "transform": ("none",),
-    "targets": ("one",),
     "teacher": ("model", "logits"),
     "blocks": ("small workspace", "chunks"),
-    "strategy": (None,),
     "dtype": ("bfloat16", "float16"),
-    "layout": ("contiguous",),
-    "labels": ("random",),
-    "invariant": (False,),
-    "backend": ("torch",),
     "sizes": (Sizes((1, 160), 32, 24, 96),),
 }
 #: Beside the columns of the documentation.
@@ -231,8 +224,7 @@ def test_every_value_meets_every_other():
     """But where they make no sense together, or are refused."""
     met = {pair for row in ROWS for pair in itertools.combinations(vars(row).items(), 2)}
     columns = {**COLUMNS, **BESIDE, "backend": ("torch",)}
-    plain = vars(Row())
     for (a, of_a), (b, of_b) in itertools.combinations(columns.items(), 2):
         for values in itertools.product(of_a, of_b):
             pair = tuple(zip((a, b), values, strict=True))
-            assert pair in met or not Row(**{**plain, **dict(pair)}).makes_sense, pair
+            assert pair in met or not Row(**dict(pair)).makes_sense, pair

@@ -47,7 +47,7 @@ from liger_losses import (
     split_by_coefficient,
     workspace,
 )
-from tests.losses import BCO, CE, CPO, DPO, GRPO, JSD, KL, KTO, ORPO, AlphaBeta, Cosine, SimPO
+from tests.losses import BCO, CE, CPO, DPO, GRPO, JSD, KL, KTO, ORPO, AlphaBeta, Cosine, MiniLLM, SimPO
 from tests.reference import Int8Weight, problem
 from tests.results.losses import LOSSES, OPERATIONS, batch, case_of
 from tests.seam import BACKENDS, LowRank
@@ -73,7 +73,7 @@ def policy(h, w, y, advantages=ONES, beta=0.0, **options):
 
 
 CENTERS = {"beta": 0.0, "sampler_term": "score_centering"}
-CENTERED = {"logps": PER_TOKEN, "advantages": ONES, "mask": MASK, "old_logps": PER_TOKEN, **CENTERS}
+of_logps = partial(F.grpo_loss, PER_TOKEN, ONES, MASK, beta=0.0)
 
 
 def sampled(h, w, y, topk, **options):
@@ -172,15 +172,29 @@ WRONG = [
         for size, words in ((0, "positive"), ("0", "positive"), ("many", "300MiB"), ("3 parsecs", "2GiB"))
     ),
     *((lambda h, w, y, size=size: workspace(size).__enter__(), "number of bytes") for size in (True, 1.5, [1])),
-    *(
-        (lambda h, w, y, given=given: assert_no_logits(*given).__enter__(), message)
-        for *given, message in (
-            (0, "vocabulary must be the vocabulary size, a model, or its head, got 0"),
-            ("x", "got 'x'"),
-            (61, 0, "limit must be positive, got 0"),
-            (61, "much", "limit must be a number of bytes"),
-        )
-    ),
+    (lambda *_: assert_no_logits(0).__enter__(), "vocabulary must be the vocabulary size, a model, or its head, got 0"),
+    (lambda *_: assert_no_logits("x").__enter__(), "got 'x'"),
+    (lambda *_: assert_no_logits(61, 0).__enter__(), "limit must be positive, got 0"),
+    (lambda *_: assert_no_logits(61, "much").__enter__(), "limit must be a number of bytes"),
+    (lambda *_: DPO(loss_type="robust", label_smoothing=0.5), "below 0.5"),
+    (lambda *_: DPO(loss_type="exo_pair"), "above 0 .*1e-3"),
+    (lambda *_: DPO(loss_type=["sigmoid", "sft"], loss_weights=[1.0]), "one entry per loss_type"),
+    (lambda *_: DPO(loss_type="nca_pair", f_divergence_type="forward_kl"), "sigmoid, sigmoid_norm"),
+    (lambda *_: DPO(loss_type="aot", use_weighting=True), "no pairs to weight"),
+    (lambda *_: DPO(loss_type="ipo", average_log_prob=True), "divide by lengths already"),
+    (lambda *_: CPO(use_ref_model=True), "leave out use_ref_model"),
+    (lambda *_: GRPO(loss_type="sapo", importance_sampling_level="sequence"), "defined for tokens"),
+    (lambda *_: GRPO(loss_type="gmpo", importance_sampling_level="sequence"), "of the level 'geometric'"),
+    (lambda *_: GRPO(loss_type="dro"), "log_ratio_penalty="),
+    (lambda *_: GRPO(top_entropy_quantile=0.0), "top_entropy_quantile"),
+    (lambda *_: GRPO(shift=True), "has no shift"),
+    (lambda *_: GRPO(ignore_index=0), "must not be a token id"),
+    (lambda *_: GRPO(normalizer="limit"), "max_completion_length"),
+    (lambda *_: JSD(beta=1.1), "beta must lie in"),
+    (lambda *_: KL(skew=1.0), "must"),
+    (lambda *_: KL(entry_limit=0.1, skew=0.1), "take a limit"),
+    (lambda *_: AlphaBeta(alpha=0.0, beta=0.0), "must"),
+    (lambda *_: MiniLLM(temperature=2.0), "temperature must be"),
     # tensors
     (lambda h, w, y: CE()(w, h.numpy(), y), r"hidden_states must be a tensor, got ndarray; pass torch.as_t"),
     (lambda h, w, y: CE()(w, torch.nested.nested_tensor([h[0], h[1]]), y), "pass hidden_states.to_padded_tensor"),
@@ -190,10 +204,7 @@ WRONG = [
     (lambda h, w, y: CE(reduction="sum")(w, h, y, num_items_in_batch=3), "the reduction is 'sum'"),
     (lambda h, w, y: CE()(w, h, y, token_weights=[1.0]), "token_weights must be a tensor, got"),
     (lambda h, w, y: policy(h, w, y, temperature=0.7), r"constructor, .*GRPOLoss\(temperature=0.7\)"),
-    (
-        lambda h, w, y: linear_statistics(h, w, y, "selected_logps", selected=y[..., None].to("meta")),
-        "selected is on meta, the label on cpu",
-    ),
+    (lambda h, w, y: linear_statistics(h, w, y, selected=kept(y).to("meta")), "selected is on meta, the label on cpu"),
     (lambda h, w, y: linear_token_loss(h, w, y, None), "token_loss must be a function"),
     (lambda h, w, y: linear_token_loss(h, w, y, lambda s, l: None), "got NoneType"),
     (lambda h, w, y: weighted(h, w, y), "weights must be a dictionary such as"),
@@ -221,7 +232,7 @@ WRONG = [
     (lambda h, w, y: F.dpo_loss([1.0], ONES, ONES, ONES), "chosen_logps must be a tensor, got list"),
     (lambda h, w, y: F.dpo_loss(ONES, ONES[:2], ONES, ONES), r"rejected_logps must be \[4\], as chosen_logps"),
     (
-        lambda h, w, y: F.dpo_loss(*[ONES] * 4, loss_type="ipo", chosen_lengths=[1], rejected_lengths=[1]),
+        lambda *_: F.dpo_loss(*[ONES] * 4, loss_type="ipo", chosen_lengths=[1], rejected_lengths=[1]),
         "chosen_lengths must be a tensor",
     ),
     (lambda h, w, y: F.cpo_loss(ONES, ONES, beta=-1), r"beta must lie in \(0.0, inf\), got -1"),
@@ -229,8 +240,8 @@ WRONG = [
     (lambda h, w, y: F.kto_loss(ONES, ONES, ONES > 0, -1.0), r"kl must lie in \[0.0, inf\)"),
     (lambda h, w, y: F.bco_loss(ONES, ONES, ONES[:2] > 0), r"desirable must be \[4\], as rewards, got \[2\]"),
     (lambda h, w, y: F.sequence_logps(PER_TOKEN, MASK[:, 1:]), r"mask must be \[4, 5\], as logps"),
-    (lambda h, w, y: F.grpo_loss(PER_TOKEN, ONES, MASK, acting=PER_TOKEN), "bool or integers, got torch.float32"),
-    (lambda h, w, y: F.grpo_loss(PER_TOKEN, ONES, MASK, group="cp"), "group must be a torch.distributed"),
+    (lambda *_: of_logps(acting=PER_TOKEN), "bool or integers, got torch.float32"),
+    (lambda *_: of_logps(group="cp"), "group must be a torch.distributed"),
     (lambda h, w, y: F.high_entropy_mask(PER_TOKEN, MASK, 2.0), r"share must lie in \(0.0, 1.0\]"),
     (lambda h, w, y: F.cross_entropy(ONES, label_smoothing=0.1), "needs mean_logps="),
     (lambda h, w, y: F.dpo_loss(*[ONES] * 4, loss_type="ipo"), "chosen_lengths="),
@@ -267,9 +278,7 @@ WRONG = [
     (lambda h, w, y: DPO()(w, h, y, ref_chosen_logps=torch.zeros(3), ref_rejected_logps=ZEROS), r"\[2, 5\].*got \[3"),
     (lambda h, w, y: ALONE(w, *[Completions(h, y, h)] * 2, ref_weight=w), "built without one"),
     (
-        lambda h, w, y: DPO()(
-            w, Completions(h[:2], y[:2], h[:2]), Completions(h[2:], y[2:], ref_logps=ZEROS), ref_weight=w
-        ),
+        lambda h, w, y: DPO()(w, Completions(h, y, h), Completions(h, y, ref_logps=ONES), ref_weight=w),
         "for both the chosen and the rejected",
     ),
     (lambda h, w, y: DPO()(w, (h[:2], y[:2]), (h[2:], y[2:]), ref_input=h), "give the reference in Completions"),
@@ -339,7 +348,7 @@ WRONG = [
     (lambda h, w, y: F.dpo_loss(*[h[0, 0]] * 4, bta=1), r"^dpo_loss .*'beta'\?\); its .*chosen_nll, beta, "),
     (lambda h, w, y: AlphaBeta(), "^Liger.*: missing .*: 'alpha'; .* are alpha, beta"),
     (
-        lambda h, w, y: F.grpo_loss(h[..., 0], h[:, 0, 0], y >= 0, epsilon=1),
+        lambda *_: of_logps(epsilon=1),
         r"^grpo_loss has no argument 'epsilon' \(use epsilon_low.* logps, advantages, mask, .*beta, loss_type",
     ),
     (lambda h, w, y: split_by_coefficient(len, [1.0]), r"such as torch.tensor\(advan.*got builtin_.* and list"),
@@ -407,17 +416,12 @@ WRONG = [
     (lambda h, w, y: Cosine()(w, h, y, TeacherTopK(*top(h, w))), "cosine needs"),
     (lambda h, w, y: weighted(h, w, y, divergence=ONES), "divergence must be .*, one per label"),
     # policies
-    *(
-        (lambda h, w, y, options=options: F.grpo_loss(PER_TOKEN, ONES, MASK, beta=0.0, **options), message)
-        for options, message in (
-            ({"loss_type": "ref_kl"}, "learns from a reference"),
-            ({"loss_type": "a2po"}, "learns from log-ratios to an old policy"),
-            ({"loss_type": "icepop"}, "pass the sampler's log-probabilities"),
-            ({"token_mask": "kpop"}, "pass the sampler's log-probabilities"),
-            ({"loss_type": "real"}, "needs prompts="),
-            ({"normalizer": "prompt_mean"}, "needs prompts="),
-        )
-    ),
+    (lambda *_: of_logps(loss_type="ref_kl"), "learns from a reference"),
+    (lambda *_: of_logps(loss_type="a2po"), "learns from log-ratios to an old policy"),
+    (lambda *_: of_logps(loss_type="icepop"), "pass the sampler's log-probabilities"),
+    (lambda *_: of_logps(token_mask="kpop"), "pass the sampler's log-probabilities"),
+    (lambda *_: of_logps(loss_type="real"), "needs prompts="),
+    (lambda *_: of_logps(normalizer="prompt_mean"), "needs prompts="),
     (lambda h, w, y: policy(h, w, y, ref_per_token_logps=torch.ones(4, 4), beta=0.1), "ref_per_token_logps must be"),
     (lambda h, w, y: policy(h, w, y, beta=0.1), "weighs the divergence .* none. Pass ref_per_token_logps=, or .*ref_"),
     (lambda h, w, y: policy(h, w, y, prompts=ONES), "prompts must be integers"),
@@ -430,16 +434,13 @@ WRONG = [
     (lambda h, w, y: sampled(h, w, y, top(h, w)), "must be a TeacherTopK"),
     (lambda h, w, y: sampled(h, w, y, TeacherTopK(*top(h, w), "none")), "leave tail="),
     (lambda h, w, y: sampled(h, w, y, TeacherTopK(*top(h, w, 61))), "of sampler_topk .*indices"),
-    (lambda h, w, y: F.grpo_loss(**CENTERED, sampler_topk_logps=top(h, w)[0]), "topk_logps must be a tensor"),
+    (lambda *_: of_logps(**CENTERS, old_logps=PER_TOKEN, sampler_topk_logps=EACH), "topk_logps must be a tensor"),
     # kept columns
     (lambda h, w, y: scored(h, w, y, kept(y).where(torch.arange(60).view(4, 5, 3) != 12, -1)), "token 4 .*add_label="),
     (lambda h, w, y: scored(h, w, y, kept(y)[..., [0, 1, 1]]), "twice: token .* pad with -1"),
     *(
-        (
-            lambda h, w, y, column=column: scored(h, w, y, kept(y).index_fill(-1, torch.tensor(1), column)),
-            r"must be in \[0, 61\)",
-        )
-        for column in (61, -2, 2**33)
+        (lambda h, w, y, of=of: scored(h, w, y, kept(y).masked_fill(torch.arange(3) == 1, of)), r"must be in \[0, 61\)")
+        for of in (61, -2, 2**33)
     ),
     (
         lambda h, w, y: scored(h, w, y, kept(y).flatten().index_fill(0, torch.tensor(7), -1), offsets()),
@@ -471,7 +472,7 @@ WRONG = [
     ),
     (lambda h, w, y: tempered(h, Head(w, transform=LogitTransform(0.5)), y, EACH), "temperature was given twice"),
     (
-        lambda h, w, y: GRPO(beta=0.0, temperature=0.5)(h, w, y.clamp(min=0), MASK, ONES, temperature=EACH),
+        lambda h, w, y: GRPO(temperature=0.5)(h, w, y, MASK, ONES, temperature=EACH),
         "built with 0.5, and the call has one per token",
     ),
     (lambda h, w, y: JSD()(w, h, y, Teacher(h, Head(w.detach(), transform=LogitTransform(EACH)))), "per token, .*be 1"),
@@ -486,13 +487,8 @@ WRONG = [
     (lambda *t: of_pairs(*t, lambda pairs: pairs.chosen_logps > 0), r"return .*, got torch.bool of shape \(2,\)"),
     (lambda *t: of_pairs(*t, lambda pairs: pairs.chosen_logp), r"no 'chosen_logp' \(did you .*'\?\); they have"),
     (
-        lambda *t: of_pairs(
-            *t,
-            lambda pairs: pairs.chosen_logps,
-            sequence_weight=lambda self, statistics, mask: statistics.entropy.sum(-1),
-        ),
-        "Mine.sequence_weight reads statistics.entropy, but declares only logp, mean_logit. Add 'entropy' to the "
-        "metrics that Mine names",
+        lambda *t: of_pairs(*t, lambda p: p.chosen_logps, sequence_weight=lambda self, s, mask: s.entropy.sum(-1)),
+        "Mine.sequence_weight reads .*entropy, .* only logp, mean_logit. Add 'entropy' to the metrics that Mine names",
     ),
     (lambda *t: of_statistics(*t, lambda s, mask: mask.sum()), "return .* one floating-point .*, got torch.int64"),
     (lambda *t: of_statistics(*t, lambda s, mask: -s.logp), r"Mine.loss must .* one floating-point .* \(4, 5\)"),
@@ -503,7 +499,7 @@ WRONG = [
     (lambda *t: of_tokens(*t, lambda s, y: s.entropi), "no statistic 'entropi'; it must be one of logp, entropy"),
     (lambda h, w, y: F.grpo_loss(h[..., 0], ONES, y[:, 1:]), r"must both be \[B, T\], got \(4, 5\) and \(4, 4\)"),
     *(
-        (lambda h, w, y, name=name: F.grpo_loss(h[..., 0], ONES, y, **{name: torch.ones(3)}), f"^{name} must be")
+        (lambda *_, name=name: of_logps(**{name: torch.ones(3)}), f"^{name} must be")
         for name in ("old_logps", "ref_logps", "sampling_logps", "is_ratio")
     ),
 ]

@@ -21,36 +21,6 @@ D = batch(torch.float32)
 HEAD, REF = Head(D["weight"]), Head(D["ref_weight"])
 
 
-#: Losses, options with a value that does not fit, and the errors.
-WRONG = [
-    (DPO, {"loss_type": "robust", "label_smoothing": 0.5}, "below 0.5"),
-    (DPO, {"loss_type": "exo_pair"}, "above 0 .*1e-3"),
-    (DPO, {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0]}, "one entry per loss_type"),
-    (DPO, {"loss_type": "nca_pair", "f_divergence_type": "forward_kl"}, "sigmoid, sigmoid_norm"),
-    (DPO, {"loss_type": "aot", "use_weighting": True}, "no pairs to weight"),
-    (DPO, {"loss_type": "ipo", "average_log_prob": True}, "divide by lengths already"),
-    (CPO, {"use_ref_model": True}, "leave out use_ref_model"),
-    (GRPO, {"loss_type": "sapo", "importance_sampling_level": "sequence"}, "defined for tokens"),
-    (GRPO, {"loss_type": "gmpo", "importance_sampling_level": "sequence"}, "of the level 'geometric'"),
-    (GRPO, {"loss_type": "dro"}, "log_ratio_penalty="),
-    (GRPO, {"top_entropy_quantile": 0.0}, "top_entropy_quantile"),
-    (GRPO, {"shift": True}, "has no shift"),
-    (GRPO, {"ignore_index": 0}, "must not be a token id"),
-    (GRPO, {"normalizer": "limit"}, "max_completion_length"),
-    (JSD, {"beta": 1.1}, "beta must lie in"),
-    (KL, {"skew": 1.0}, "must"),
-    (KL, {"entry_limit": 0.1, "skew": 0.1}, "take a limit"),
-    (AlphaBeta, {"alpha": 0.0, "beta": 0.0}, "must"),
-    (MiniLLM, {"temperature": 2.0}, "temperature must be"),
-]
-
-
-@pytest.mark.parametrize(("build", "options", "message"), WRONG)
-def test_a_value_that_does_not_fit_raises(build, options, message):
-    with pytest.raises((TypeError, ValueError), match=message):
-        build(**options)
-
-
 #: By the type of an option, values that it refuses.
 OF_TYPES = {
     "FiniteFloat": ("x", True, math.nan, math.inf),

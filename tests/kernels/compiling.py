@@ -135,7 +135,7 @@ def recorded(calls: Mapping[str, Callable[[], None]]) -> list[Launch]:
 def riskiest(found: list[Launch]) -> list[Launch]:
     """What each target's registers and shared memory decide about: the launches of kernels over tiles of products and
     of whole rows with the most arguments. And a divergence, whose functions are not those of every compiler."""
-    products = "linear_exp._exponentials", "hard_rows._hard_rows"
+    products = "linear_exp._exponentials", "linear_exp._hard_rows"
     kinds = (*products, "rms_norm._backward", "divergence_kernels.divergence")
     # Of rows of an odd length, Blackwell's tensor cores multiply nothing.
     fewest_first = sorted(

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from liger_losses import LigerFusedLinearCrossEntropyLoss, linear_logps
-from liger_losses.chunked.accelerators import hard_rows, label_rows, linear_exp
+from liger_losses.chunked.accelerators import label_rows, linear_exp
 from liger_losses.chunked.core import stream
 from liger_losses.kernels import reading, softmax_grad, softmax_stats
 from liger_losses.kernels._triton import INTERPRETED
 from tests.reference import problem
 
-MODULES = hard_rows, label_rows, linear_exp, reading, softmax_grad, softmax_stats
+MODULES = label_rows, linear_exp, reading, softmax_grad, softmax_stats
 KERNELS = [(module, name) for module in MODULES for name in vars(module) if name.endswith("_kernel")]
 #: Calls, and how many kernels they launch: one counts the labels of each target.
 CALLS = {

@@ -17,7 +17,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_losses.chunked.accelerators.hard_rows import compute_hard_rows
 from liger_losses.chunked.accelerators.label_rows import logits_of_columns
 from liger_losses.chunked.accelerators.tiles import (
     Tiles,
@@ -28,9 +27,12 @@ from liger_losses.chunked.accelerators.tiles import (
     tiles_of,
     with_contiguous_rows,
 )
+from liger_losses.chunked.core.plan import Signature, padded
+from liger_losses.chunked.core.target import Target
+from liger_losses.chunked.core.weights import ALL, Dense, Quantized
 from liger_losses.kernels._triton import jit, power_of_two, tl
 from liger_losses.kernels.logit_transform import Epilogue, capped_tanh, inverse_temperature, transform_block
-from liger_losses.kernels.online_softmax import log1p
+from liger_losses.kernels.online_softmax import Sums, log1p, online_start, online_step
 
 #: Tokens of one launch without exponentials, which bounds the memory of the tiles' sums: 16 MiB for 131072 columns,
 #: each of log-sum-exp, mean logit and entropy, and 32 MiB of the maxima.
@@ -39,6 +41,9 @@ _MAX_TOKENS = 8192
 _GROUP = 8
 #: Rows of a program that adds up the tiles' sums.
 _ROWS = 32
+#: Row tiles that walk the vocabulary together where rows are computed again, and tokens of a program that merges their
+#: splits.
+_HARD_GROUP, _MERGED = 16, 64
 #: Larger sums of e are computed again: e reaches 1e26 if p_label is below 1e-26, and fp32 and bf16 end at 3e38.
 LARGEST_SUM = 1e26
 #: Arguments whose alignment is no reason to compile again: slices of vectors begin anywhere.
@@ -56,6 +61,56 @@ class Exponentials(NamedTuple):
     mean_logit: Tensor | None = None
     entropy: Tensor | None = None
     argmax: Tensor | None = None
+
+
+# --- What kernels over a whole head are given: its matrix, and memory of statistics ----------------------------------
+
+
+def matrix_of(part: Target) -> Tensor:
+    """The head's rows in the operands' dtype: a copy only of a matrix whose rows are not contiguous."""
+    assert isinstance(part.head.weights, Dense)
+    return with_contiguous_rows(part.head.weights.rows(ALL))
+
+
+def labels_of(part: Target) -> tuple[Tensor, Tensor | None]:
+    """The labels' rows of the matrix, and which of them are this rank's (``None`` for all): any row for another's."""
+    places, here = part.head.ranks.local(part.labels)
+    return places.contiguous(), here
+
+
+def epilogue_of(part: Target) -> Epilogue:
+    """From projections to logits."""
+    weight = part.class_weight
+    weight = None if weight is None else weight.detach().float().contiguous()
+    return Epilogue(part.transform(part.temperature), part.head.local_bias(ALL), weight)
+
+
+def empty_values(names: set[str], part: Target) -> dict[str, Tensor]:
+    """Memory ``[R]`` of what :func:`linear_exponentials` writes, by name."""
+    wanted = [name for name in Exponentials._fields[:-1] if name in names]
+    memory = torch.empty(len(wanted), len(part.hidden), dtype=torch.float32, device=part.hidden.device)
+    values = dict(zip(wanted, memory.unbind(), strict=True))
+    return values | ({"argmax": torch.empty_like(part.labels)} if "argmax" in names else {})
+
+
+def exponentials_of(values: dict[str, Tensor]) -> Exponentials:
+    return Exponentials._make(map(values.get, Exponentials._fields))
+
+
+def bytes_of_sums(call: Signature) -> int:
+    """Of a token: what kernels write of each tile of 128 columns (Hopper's are wider), a number for each sum in fp32,
+    and two maxima."""
+    names = call.statistics | call.metrics
+    numbers = 1 + len(names & {"mean_logit", "entropy"}) + 2 * (call.largest > 0 or "argmax" in names)
+    return padded(call.columns) // 32 * numbers
+
+
+def has_matrix(call: Signature) -> bool:
+    """Whether kernels may read the head as one matrix; their sums depend on the number of tokens."""
+    return call.weights in ((Dense,), (Quantized,)) and call.backend == "triton" and not call.batch_invariant
+
+
+# --- The product ------------------------------------------------------------------------------------------------------
 
 
 def linear_exponentials(
@@ -301,3 +356,111 @@ def _exponentials_kernel(
             tl.store(logit_sums + at, totals, mask=rows < tokens)
         if moments is not None:
             tl.store(moments + at, moment, mask=rows < tokens)
+
+
+# --- Rows whose exponentials overflow: their statistics, taken again from logits that never leave the registers -------
+# The device decides whether there are any: without, both kernels return at once. S splits of the vocabulary.
+
+
+def compute_hard_rows(values: Exponentials, label_logit: Tensor, flags: Tensor, tiles: Tiles) -> None:
+    """Compute the statistics of the rows n with ``flags[1 + n] != 0``, from fp32 sums relative to the largest logit.
+
+    Args:
+        values: the tensors to write them into, but the mean logit; ``offset`` gets a finite log-sum-exp.
+        label_logit: ``[N]``, the labels' logits.
+        flags: ``[1 + N]`` int32; ``flags[0]`` is 0 if there are no such rows.
+        tiles: the tiles of the product whose logits these are.
+    """
+    sums = Sums(moment=None if values.entropy is None else 1, argmax=None if values.argmax is None else 1)
+    row_tiles, column_tiles, programs, arguments = tiles
+    group, tokens = max(1, min(row_tiles, _HARD_GROUP)), len(label_logit)
+    splits = max(1, min(programs // group, column_tiles))
+    partial = torch.empty(4 if any(sums) else 2, splits, tokens, dtype=torch.float32, device=flags.device)
+    _hard_rows_kernel[(row_tiles * splits,)](
+        **arguments, partial=partial, needed=flags, splits=splits, group=group, sums=sums
+    )
+    _merge_kernel[(-(-tokens // _MERGED),)](
+        partial, label_logit, flags, values.offset, values.lse, values.logp, values.entropy, values.argmax,
+        splits, tokens, BLOCK=_MERGED,
+    )  # fmt: skip
+
+
+@jit(do_not_specialize=["tokens", "splits", "group"], do_not_specialize_on_alignment=["partial", "needed"])
+def _hard_rows_kernel(
+    hidden, weight, hidden_stride, weight_stride, tokens, vocab_size, hidden_size,
+    bias, partial, needed, splits, group, transform, sums,
+    BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """One program per tile of tokens and split: it walks the split's columns with the softmax's sums in registers."""
+    if tl.load(needed) == 0:
+        return
+    row_tile, split = tile_position(tl.program_id(0), tl.cdiv(tokens, BLOCK_N), splits, group)
+    first_row = row_tile * BLOCK_N
+    rows = first_row + tl.arange(0, BLOCK_N)
+    valid = rows < tokens
+    inverse = inverse_temperature(transform, rows, valid, 1)
+    column_tiles = tl.cdiv(vocab_size, BLOCK_V)
+    per_split = tl.cdiv(column_tiles, splits)
+    first_tile = split * per_split
+    last_tile = tl.minimum(first_tile + per_split, column_tiles)
+    state = online_start(tl.zeros((BLOCK_N,), tl.float32))
+    for tile in tl.range(first_tile, last_tile, flatten=True):
+        first_column = tile * BLOCK_V
+        columns = first_column + tl.arange(0, BLOCK_V)
+        z = project_tile(
+            hidden, weight, hidden_stride, weight_stride, first_row, first_column, tokens, vocab_size, hidden_size,
+            BLOCK_N, BLOCK_V, BLOCK_H,
+        )  # fmt: skip
+        inside = columns < vocab_size
+        if bias is not None or transform.factor is not None:
+            z = transform_block(z, bias, columns, inside, transform, inverse)
+        state = online_step(z, first_column, columns, inside, None, state, sums, 1)
+    best, _, moment, _, top, total, _, _ = state
+    at = partial + split * tokens + rows
+    step = splits.to(tl.int64) * tokens
+    tl.store(at, top, mask=valid)
+    tl.store(at + step, total, mask=valid)
+    if sums.moment is not None:
+        tl.store(at + 2 * step, moment, mask=valid)
+    if sums.argmax is not None:
+        tl.store(at + 3 * step, best.to(tl.float32), mask=valid)
+
+
+@jit(do_not_specialize=["splits", "tokens"], do_not_specialize_on_alignment=["partial", *_VECTORS])
+def _merge_kernel(
+    partial, label_logit, flags, offset, lse, logp, entropy, argmax, splits, tokens, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program per block of tokens; the order of the sums depends on the number of splits alone."""
+    if tl.load(flags) == 0:
+        return
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = (rows < tokens) & (tl.load(flags + 1 + rows, mask=rows < tokens, other=0) != 0)
+    step = splits.to(tl.int64) * tokens
+    zero = tl.zeros((BLOCK,), tl.float32)
+    best, _, moment, _, top, total, _, _ = online_start(zero)
+    for split in range(splits):
+        at = partial + split * tokens + rows
+        part_top = tl.load(at, mask=mask, other=-3.0e38)
+        part_total = tl.load(at + step, mask=mask, other=0.0)
+        new_top = tl.maximum(top, part_top)
+        rescale = tl.exp(top - new_top)
+        scale = tl.exp(part_top - new_top)
+        if entropy is not None:
+            part_moment = tl.load(at + 2 * step, mask=mask, other=0.0) + part_total * (part_top - new_top)
+            moment = rescale * (moment + total * (top - new_top)) + scale * part_moment
+        if argmax is not None:
+            best = tl.where(part_top > top, tl.load(at + 3 * step, mask=mask, other=0.0).to(tl.int32), best)
+        total = total * rescale + part_total * scale
+        top = new_top
+    log_total = tl.log(total)
+    row_lse = top + log_total
+    tl.store(lse + rows, row_lse, mask=mask)
+    if logp is not None:
+        z = tl.load(label_logit + rows, mask=mask, other=0.0)
+        tl.store(logp + rows, (z - top) - log_total, mask=mask)
+    if entropy is not None:
+        tl.store(entropy + rows, log_total - moment / total, mask=mask)
+    if argmax is not None:
+        tl.store(argmax + rows, best.to(tl.int64), mask=mask)
+    if offset is not None:  # finite, also in base 2, where all logits are -inf
+        tl.store(offset + rows, tl.where(row_lse == float("-inf"), -1.0e38, row_lse), mask=mask)

@@ -10,14 +10,14 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from liger_losses.chunked.accelerators.linear_exp import linear_exponentials
-from liger_losses.chunked.accelerators.one_matrix import (
+from liger_losses.chunked.accelerators.linear_exp import (
     bytes_of_sums,
     empty_values,
     epilogue_of,
     exponentials_of,
     has_matrix,
     labels_of,
+    linear_exponentials,
     matrix_of,
 )
 from liger_losses.chunked.core.plan import Plan, Signature, by_blocks

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from liger_losses.chunked.accelerators import linear_exp, unstored
-from liger_losses.chunked.accelerators.exponential_scales import gradient_scales
+from liger_losses.chunked.accelerators.exponentials import gradient_scales
 from liger_losses.chunked.accelerators.linear_exp import Exponentials, linear_exponentials
 from liger_losses.kernels._triton import INTERPRETED
 from liger_losses.kernels.logit_transform import Epilogue, LogitTransform

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from liger_losses import EngineOptions, LogitTransform, linear_logps, linear_statistics, linear_token_loss
-from liger_losses.chunked.accelerators import hard_rows, label_rows, linear_exp
+from liger_losses.chunked.accelerators import label_rows, linear_exp
 from liger_losses.kernels import autograd, softmax_grad, targets
 from liger_losses.kernels._triton import warn_once
 from tests.reference import double, on_gpu, plain_statistics
@@ -34,7 +34,7 @@ def test_a_new_number_of_tokens_never_recompiles():
     def compiled():
         kernels = {
             name: kernel
-            for module in (hard_rows, label_rows, linear_exp, autograd, softmax_grad)
+            for module in (label_rows, linear_exp, autograd, softmax_grad)
             for name, kernel in vars(module).items()
             if name.endswith("_kernel")
         }

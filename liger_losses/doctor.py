@@ -23,9 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import liger_losses
 from liger_losses.chunked.core.block import PLANNERS
+from liger_losses.chunked.core.options import bytes_of
 from liger_losses.chunked.core.plan import Signature, plan, usual_bytes
 from liger_losses.chunked.core.weights import Dense
-from liger_losses.chunked.core.workspace import bytes_of
 from liger_losses.defaults import DEFAULTS, VERSIONS
 from liger_losses.kernels import LOGIT_DTYPES, choose_backend
 from liger_losses.kernels._triton import BACKEND_VARIABLE, INTERPRETED

@@ -87,7 +87,7 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
         ("chunked.core.stream", "Stream.masked", "if self.tokens.active is None else", "if True else"),
         ("chunked.core.stream", "Stream.spread", ".index_copy_(0, index, value)", ""),
         ("chunked.core.weights", "WithAdapters.open", "* self.scale", "/ self.scale"),
-        ("chunked.core.teachers", "rows_of", "if active is None", "if True"),
+        ("chunked.core.target", "rows_of", "if active is None", "if True"),
         ("chunked.core.block", "Block._write_terms", "z += term", "z -= term"),
     ],
     f"{ROWS} -k in_triton": [

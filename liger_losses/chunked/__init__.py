@@ -13,7 +13,7 @@ from liger_losses.chunked.core.ops import (
     linear_token_loss,
     linear_topk,
 )
-from liger_losses.chunked.core.options import EngineOptions
+from liger_losses.chunked.core.options import EngineOptions, set_default_workspace, workspace
 from liger_losses.chunked.core.quantizers import (
     GPTQRows,
     QuantizedWeight,
@@ -23,7 +23,6 @@ from liger_losses.chunked.core.quantizers import (
 )
 from liger_losses.chunked.core.ranks import ALONE, Ranks
 from liger_losses.chunked.core.statistics import Largest, Statistics, register_statistic
-from liger_losses.chunked.core.workspace import set_default_workspace, workspace
 
 __all__ = [
     "ALONE",

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_losses.caller import calling_line
 from liger_losses.chunked.core.head import Head
-from liger_losses.chunked.core.workspace import bytes_of
+from liger_losses.chunked.core.options import bytes_of
 
 #: What computes logits in blocks, within the workspace.
 _ENGINE = "liger_losses.chunked.core."

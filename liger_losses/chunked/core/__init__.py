@@ -2,11 +2,11 @@
 
 Read in this order; each file uses only those above it (of two in a line, either), ``liger_losses.kernels`` and torch.
 
-- ``workspace``, ``options``: what users may set
+- ``options``: what users may set
 - ``quantizers``, ``agreement``, ``ranks``, ``buffers``, ``weights``, ``head``: what logits are made of,
   who has which columns, and where gradients add up
 - ``statistics``: what is asked of the softmax of a token, and what users get
-- ``teachers``, ``target``: tokens, their head, and what belongs to each: labels, temperatures, columns, a teacher
+- ``target``: tokens, their head, and what belongs to each: labels, temperatures, columns, a teacher
 - ``plan``: how many tokens at a time, when gradients are computed, and which block holds them
 - ``rows``, ``block``: the logits of some tokens: statistics, then gradients
 - ``saved``, ``checks``, ``stream``: the two ways in, :func:`statistics` and :func:`loss_sum`, and the only two autograd

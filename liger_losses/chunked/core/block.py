@@ -17,8 +17,7 @@ from liger_losses.chunked.core import rows
 from liger_losses.chunked.core.buffers import Buffer, Gradients
 from liger_losses.chunked.core.plan import Plan, Planner, Signature, by_blocks, padded, row_bytes
 from liger_losses.chunked.core.statistics import OF_KERNELS, Statistic
-from liger_losses.chunked.core.target import Target
-from liger_losses.chunked.core.teachers import TeacherLogits
+from liger_losses.chunked.core.target import Target, TeacherLogits
 from liger_losses.chunked.core.weights import ALL, Columns, Weights
 from liger_losses.kernels.divergence import Coefficients, Logits, divergence_gradient_into
 from liger_losses.kernels.logit_transform import Epilogue, LogitTransform

@@ -11,7 +11,7 @@ import torch
 from torch.autograd import forward_ad
 
 from liger_losses.chunked.core.agreement import agree, checksum
-from liger_losses.chunked.core.workspace import default_bound
+from liger_losses.chunked.core.options import default_bound
 from liger_losses.kernels.autograd import NO_TRANSFORMS, within_transform
 from liger_losses.kernels.logit_transform import said
 

@@ -24,8 +24,7 @@ from liger_losses.chunked.core.options import EngineOptions
 from liger_losses.chunked.core.ranks import ALONE
 from liger_losses.chunked.core.statistics import Statistic, asked_for
 from liger_losses.chunked.core.stream import Values
-from liger_losses.chunked.core.target import Target, TokenLoss
-from liger_losses.chunked.core.teachers import TeacherLogits
+from liger_losses.chunked.core.target import Target, TeacherLogits, TokenLoss
 from liger_losses.chunked.core.weights import Concatenated, Dense, WithAdapters
 from liger_losses.kernels.autograd import autocast_dtype
 from liger_losses.kernels.divergence_forms import Divergence

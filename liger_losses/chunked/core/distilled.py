@@ -19,7 +19,7 @@ from liger_losses.checks import FLOATS, check_device, check_names, check_tensor,
 from liger_losses.chunked.core import target
 from liger_losses.chunked.core.head import Head
 from liger_losses.chunked.core.ranks import ALONE, check_teacher_ranks
-from liger_losses.chunked.core.teachers import TeacherLogits, check_columns, check_fits, wrong_columns
+from liger_losses.chunked.core.target import TeacherLogits, check_columns, check_fits, wrong_columns
 from liger_losses.chunked.core.weights import ALL, Products
 from liger_losses.kernels.divergence_forms import Divergence
 from liger_losses.kernels.logit_transform import LogitTransform, said

@@ -22,8 +22,7 @@ from liger_losses.chunked.core.head import NOT_INVARIANT, Head
 from liger_losses.chunked.core.options import EngineOptions
 from liger_losses.chunked.core.statistics import SELECTED_LOGITS, asked_for
 from liger_losses.chunked.core.stream import counted_once, statistics
-from liger_losses.chunked.core.target import Target
-from liger_losses.chunked.core.teachers import wrong_columns
+from liger_losses.chunked.core.target import Target, wrong_columns
 from liger_losses.chunked.core.weights import WithAdapters
 from liger_losses.kernels.autograd import autocast_dtype
 from liger_losses.kernels.logit_transform import LogitTransform

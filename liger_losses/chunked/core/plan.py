@@ -16,11 +16,10 @@ from torch import Tensor
 
 from liger_losses.checks import see
 from liger_losses.chunked.core.buffers import Leaf
-from liger_losses.chunked.core.options import EngineOptions
+from liger_losses.chunked.core.options import WORKSPACE_VARIABLE, EngineOptions, default_bound
 from liger_losses.chunked.core.statistics import OF_KERNELS, Statistic
 from liger_losses.chunked.core.target import Target
 from liger_losses.chunked.core.weights import Concatenated, Products, Quantized, WithAdapters
-from liger_losses.chunked.core.workspace import WORKSPACE_VARIABLE, default_bound
 from liger_losses.kernels import choose_backend
 from liger_losses.kernels._triton import LOGIT_DTYPES
 from liger_losses.kernels.autograd import autocast_dtype

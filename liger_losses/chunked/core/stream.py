@@ -28,8 +28,7 @@ from liger_losses.chunked.core.options import EngineOptions
 from liger_losses.chunked.core.plan import Plan, plans, scales_late, signature, slices
 from liger_losses.chunked.core.saved import pack, unpack
 from liger_losses.chunked.core.statistics import OF_KERNELS, Statistic, asked_for
-from liger_losses.chunked.core.target import Counted, Target, TokenLoss
-from liger_losses.chunked.core.teachers import Rows
+from liger_losses.chunked.core.target import Counted, Rows, Target, TokenLoss
 from liger_losses.chunked.core.weights import ALL
 from liger_losses.kernels import choose_backend
 from liger_losses.kernels._triton import device_of

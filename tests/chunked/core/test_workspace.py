@@ -8,9 +8,9 @@ import torch
 
 import liger_losses
 from liger_losses import linear_logps, set_default_workspace
+from liger_losses.chunked.core import options as settings
 from liger_losses.chunked.core import plan
-from liger_losses.chunked.core import workspace as settings
-from liger_losses.chunked.core.workspace import default_bound
+from liger_losses.chunked.core.options import default_bound
 from tests.losses import CE
 from tests.reference import problem
 

@@ -151,16 +151,8 @@ def loss_sum(
         arguments = (list(targets), asked, [loss.prepared() for loss in token_losses], options)
         (total,), of_targets = traced("loss_sum", targets, asked, *arguments, losses=True)
         return total, [{name: value.detach() for name, value in values.items()} for values in of_targets]
-    losses: list[Tensor] = []
-    numbers: list[Values] = []
-    for target, loss, values in zip(targets, token_losses, statistics(targets, names, options, metrics), strict=True):
-        shape = target.labels.shape
-        flat = {n: v.flatten(0, target.labels.dim() - 1) for n, v in values.items()}
-        active = target.labels.flatten() != options.ignore_index
-        total, of_tokens = stream.of_values(loss, flat, slice(None), len(shape), active)
-        losses.append(total)
-        numbers.append({n: v.reshape(*shape, *v.shape[1:]) for n, v in of_tokens.items()})
-    return torch.stack(losses).sum().to(wide_dtype(targets[0].hidden.dtype)), numbers
+    of_targets = statistics(targets, names, options, metrics)
+    return stream.losses_of(targets, of_targets, token_losses, options.ignore_index, [None] * len(targets))
 
 
 # --- Operators --------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from liger_losses.chunked.core.distilled import Teachers, check_comparison, chec
 from liger_losses.chunked.core.head import NOT_INVARIANT, Head
 from liger_losses.chunked.core.options import EngineOptions
 from liger_losses.chunked.core.statistics import SELECTED_LOGITS, asked_for
-from liger_losses.chunked.core.stream import counted_once, statistics
+from liger_losses.chunked.core.stream import counted_once, spread, statistics
 from liger_losses.chunked.core.target import Target, wrong_columns
 from liger_losses.chunked.core.weights import WithAdapters
 from liger_losses.kernels.autograd import autocast_dtype
@@ -358,11 +358,10 @@ def statistics_of_kept(
     few, many = ([part for part, wider in zip(parts, wide, strict=True) if wider is which] for which in (False, True))
     of_parts = statistics(few, names, options) if few else []
     of_parts += _of_all_columns(many, names, options) if many else []
-    of_tokens = [
-        {name: _spread(value, part.hidden_rows, whole.labels.shape) for name, value in values.items()}
-        for part, values in zip([*few, *many], of_parts, strict=True)
-    ]
-    return [{name: sum([values[name] for values in of_tokens[1:]], of_tokens[0][name]) for name in names}]
+    for i, part in enumerate([*few, *many]):
+        if part.hidden_rows is not None:
+            of_parts[i] = spread(of_parts[i], part.hidden_rows, whole.labels.shape)
+    return [{name: sum([values[name] for values in of_parts[1:]], of_parts[0][name]) for name in names}]
 
 
 def most_read(vocab_size: int) -> int:
@@ -384,13 +383,6 @@ def _of_all_columns(parts: Sequence[Any], names: Sequence[str], options: EngineO
         active = part.labels != options.ignore_index
         results.append({name: torch.where(active, of_kept[name], 0.0) for name in names})
     return results
-
-
-def _spread(values: Tensor, tokens: Tensor | None, shape: torch.Size) -> Tensor:
-    """Values of some tokens in the labels' shape, 0 for others."""
-    if tokens is None:
-        return values
-    return values.new_zeros(shape.numel()).index_put((tokens,), values).view(shape)
 
 
 def padded_parts(support: TokenSupport, whole: Target, ignore_index: int, shift: int) -> list[Target]:

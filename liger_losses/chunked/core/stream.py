@@ -25,7 +25,7 @@ from liger_losses.chunked.core.block import PLANNERS, statistics_by_columns
 from liger_losses.chunked.core.buffers import Gradients, Leaf, key_of, local_part
 from liger_losses.chunked.core.checks import check_call
 from liger_losses.chunked.core.options import EngineOptions
-from liger_losses.chunked.core.plan import Plan, plans, scales_late, signature, slices
+from liger_losses.chunked.core.plan import Plan, computed_dtype, plans, scales_late, signature, slices
 from liger_losses.chunked.core.saved import pack, unpack
 from liger_losses.chunked.core.statistics import OF_KERNELS, Statistic, asked_for
 from liger_losses.chunked.core.target import Counted, Rows, Target, TokenLoss
@@ -84,17 +84,22 @@ class Stream:
 
     def spread(self, values: Values) -> Values:
         """From ``[N, ...]`` to all tokens, in the labels' shape; 0 for those without a label."""
-        shape, index, of_all = self.target.labels.shape, self.tokens.index, Values()
-        for name, value in values.items():
-            if index is not None:
-                value = value.new_zeros(shape.numel(), *value.shape[1:]).index_copy_(0, index, value)
-            of_all[name] = value.view(*shape, *value.shape[1:])
-        return of_all
+        return spread(values, self.tokens.index, self.target.labels.shape)
 
     def gathered(self, values: Values) -> Values:
         """The inverse of :meth:`spread`."""
         flat = {name: value.flatten(0, self.target.labels.dim() - 1) for name, value in values.items()}
         return flat if self.tokens.index is None else rows_in(flat, self.tokens.index)
+
+
+def spread(values: Values, index: Tensor | None, shape: torch.Size) -> Values:
+    """Values of the tokens at this index (``None`` for all) in the labels' shape, 0 for others."""
+    of_all: Values = {}
+    for name, value in values.items():
+        if index is not None:
+            value = value.new_zeros(shape.numel(), *value.shape[1:]).index_copy_(0, index, value)
+        of_all[name] = value.view(*shape, *value.shape[1:])
+    return of_all
 
 
 def only(active: Tensor, values: Values) -> Values:
@@ -237,9 +242,9 @@ class _Statistics(torch.autograd.Function):
                     if not (s.differentiable and stream.plan.trains):
                         fixed.append(values[s.name])
         if tensors:
-            ctx.packed, saved = pack((streams, leaves, constants, blocks))
-            ctx.used = False
-            ctx.save_for_backward(*saved)
+            saved, ctx.used = dict[int, Tensor](), False
+            ctx.packed = pack((streams, leaves, constants, blocks), saved)
+            ctx.save_for_backward(*saved.values())
         ctx.mark_non_differentiable(*fixed)
         return tuple(outputs)
 
@@ -369,8 +374,9 @@ class _Losses(torch.autograd.Function):
         with device_of(streams[0].target.hidden), _without_autocast(streams[0].target.hidden.device):
             total, outputs, ctx.gradients = _run(streams, prepared, leaves)
         if tensors:
-            ctx.packed, saved = pack((streams, [loss() for loss in prepared], leaves))
-            ctx.save_for_backward(*saved)
+            saved = dict[int, Tensor]()
+            ctx.packed = pack((streams, [loss() for loss in prepared], leaves), saved)
+            ctx.save_for_backward(*saved.values())
         flat = list[Tensor]()
         for values in outputs:
             names.append(list(values))
@@ -478,19 +484,30 @@ def token_losses(
     return total.detach().to(wide), stream.masked(upstream, places), more
 
 
-def of_values(loss: TokenLoss, values: Values, rows: Rows, dims: int, active: Tensor | None) -> tuple[Tensor, Values]:
-    """The sum of the losses of all tokens, differentiable by their statistics, and their numbers.
-
-    The tokens are these ``rows`` of labels that have so many dimensions.
-    """
-    losses, derivatives, more = loss.prepared()(values, rows, dims)
-    losses = losses if derivatives is None else losses.detach()
-    for name, g in (derivatives or {}).items():
-        terms = g.detach() * (values[name] - values[name].detach())
-        losses = losses + (terms.sum(-1) if terms.dim() > 1 else terms)
-    if active is not None:
-        losses, more = torch.where(active, losses, 0.0), only(active, more)
-    return losses.sum(dtype=wide_dtype(losses.dtype)), {n: v.detach() for n, v in (values | more).items()}
+def losses_of(
+    targets: Sequence[Target],
+    of_targets: Sequence[Values],
+    token_losses: Sequence[TokenLoss],
+    ignore_index: int,
+    indices: Sequence[Tensor | None],
+) -> tuple[Tensor, list[Values]]:
+    """The sum of the losses of the tokens at these ``indices`` (``None`` for all) of each target, differentiable by
+    their statistics ``of_targets``; and detached numbers of all tokens."""
+    totals: list[Tensor] = []
+    numbers: list[Values] = []
+    for target, values, loss, index in zip(targets, of_targets, token_losses, indices, strict=True):
+        shape, rows = target.labels.shape, ALL if index is None else index
+        flat = {name: value.flatten(0, len(shape) - 1)[rows] for name, value in values.items()}
+        losses, derivatives, more = loss.prepared()(flat, rows, len(shape))
+        losses = losses if derivatives is None else losses.detach()
+        for name, g in (derivatives or {}).items():
+            terms = g.detach() * (flat[name] - flat[name].detach())
+            losses = losses + (terms.sum(-1) if terms.dim() > 1 else terms)
+        active = target.labels.flatten()[rows] != ignore_index
+        totals.append(torch.where(active, losses, 0.0).sum(dtype=wide_dtype(losses.dtype)))
+        more = spread({name: value.detach() for name, value in only(active, more).items()}, index, shape)
+        numbers.append({name: value.detach() for name, value in values.items()} | more)
+    return torch.stack(totals).sum().to(wide_dtype(computed_dtype(targets[0].hidden))), numbers
 
 
 # --- The two ways in ------------------------------------------------------------------------------------------------
@@ -545,20 +562,11 @@ def loss_sum(
     asked = asked_for(names, metrics)
     check_call(targets, asked, options, sums_losses=True)
     streams, leaves = open_streams(targets, asked, options, [loss.trained for loss in token_losses])
-    numbers = list[Values]()
-    totals = list[Tensor]()
     if streams[0].plan.gradients_in_backward:
-        for stream, loss, values in zip(streams, token_losses, _statistics_of(streams, leaves, []), strict=True):
-            rows = stream.places(slice(0, stream.tokens.count))
-            dims = stream.target.labels.dim()
-            of_stream, named = of_values(loss, stream.gathered(values), rows, dims, stream.tokens.active)
-            totals.append(of_stream)
-            numbers.append(named)
-        total = torch.stack(totals).sum().to(wide_dtype(streams[0].plan.products.dtype))
-    else:
-        order = list[list[str]]()
-        tensors = [leaf.tensor for leaf in leaves]
-        total, *outputs = _Losses.apply(streams, list(token_losses), leaves, order, *tensors)
-        left = iter(outputs)
-        numbers = [{name: next(left) for name in of_stream} for of_stream in order]
+        indices = [stream.tokens.index for stream in streams]
+        return losses_of(targets, _statistics_of(streams, leaves, []), token_losses, options.ignore_index, indices)
+    order = list[list[str]]()
+    total, *outputs = _Losses.apply(streams, list(token_losses), leaves, order, *[leaf.tensor for leaf in leaves])
+    left = iter(outputs)
+    numbers = [{name: next(left) for name in of_stream} for of_stream in order]
     return total, [stream.spread(values) for stream, values in zip(streams, numbers, strict=True)]

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from liger_losses import EngineOptions, Head, TokenSupport, linear_logps, linear_token_loss
-from tests.losses import CE, GRPO
+from liger_losses import EngineOptions, Head, Teacher, TokenSupport, linear_logps, linear_token_loss
+from tests.losses import CE, GRPO, KL
 from tests.reference import (
     Int8Weight,
     assert_as_exact_as_plain,
@@ -103,6 +103,18 @@ def test_nothing_is_computed_that_needs_no_gradient(name):
     with torch.no_grad(), Work() as work:
         case_of(name)(Head(d["weight"]), Head(d["ref_weight"]), d)
     assert work.flops <= (4.1 if name == "KL" else 2.1) * int((d["y"] >= 0).sum()) * H * V
+
+
+@pytest.mark.parametrize(
+    ("of", "tail", "units"), [("student", "none", 10), ("teacher", "none", 8), ("student", "renormalize", 4.4)]
+)
+def test_the_columns_of_one_model_are_chosen_once(of, tail, units):
+    """The student's in a pass of its own; where only these are read, no other product is of the whole vocabulary."""
+    d, leaves = inputs(vocab_size=8 * V)
+    loss = KL(0.0, top_k=4, top_k_of=of, tail=tail)
+    with Work() as work:
+        torch.autograd.grad(loss(d["weight"], d["h"], d["y"], Teacher(d["other"], d["ref_weight"]))[0], leaves)
+    assert work.flops <= (units + 0.1) * int((d["y"] >= 0).sum()) * H * 8 * V
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5])

@@ -217,7 +217,7 @@ class TeacherTopK:
         """Raise ValueError for values that are wrong for the tokens that ``mask`` names; synchronizes."""
         if torch.compiler.is_dynamo_compiling():
             return
-        logps = self.logps[mask]
+        logps = self.logps.detach()[mask]
         indices = self.indices[mask]
         outside, twice = wrong_columns(indices, vocab_size)
         known = f"indices must be in [0, {vocab_size}), the student's vocabulary; drop columns that the student lacks"

@@ -7,7 +7,7 @@ where these differ, they take a pass each.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +23,9 @@ from liger_losses.chunked.core.target import TokenLoss
 from liger_losses.chunked.losses.softmax_divergences import sparse_divergence
 from liger_losses.chunked.losses.sums import wide
 from liger_losses.kernels.divergence_forms import Divergence
+
+#: Of a teacher's logits, so many bytes are in fp32 at a time.
+_BYTES = 2**26
 
 
 def teacher_topk(
@@ -51,10 +54,36 @@ def largest_of(
 ) -> TeacherTopK:
     """A teacher's largest columns; its logits are computed once, and not again for the student."""
     states, head = teacher.local_hidden_states, _at(teacher.head, temperature)
-    if labels is not None:  # which the teacher's vocabulary may lack
-        labels = torch.where(labels == options.ignore_index, labels, 0)
-    largest = linear_topk(states, head, k, labels, rest=rest, options=options)
+    largest = linear_topk(states, head, k, _active(labels, options), rest=rest, options=options)
     return TeacherTopK(largest.logps, largest.ids, tail, largest.rest)
+
+
+@torch.no_grad()
+def at_largest_of(
+    hidden: Tensor, head: Head, k: int, teacher: Teacher | TeacherLogits, labels: Tensor, tail: str, options: Any
+) -> TeacherTopK:
+    """A teacher's log-probabilities of the student's largest columns, at the temperature of the student's head."""
+    labels, temperature = _active(labels, options), head.transform.temperature
+    columns = linear_topk(hidden, head, k, labels, options=options).ids
+    if isinstance(teacher, Teacher):
+        target = target_of(teacher.local_hidden_states, _at(teacher.head, temperature), labels, selected=columns)
+        (values,) = statistics([target], ("selected_logps",), options)
+        return TeacherTopK(values["selected_logps"], columns, tail)
+    tokens = torch.arange(labels.numel(), device=labels.device)
+    if callable(teacher.logits):
+        tokens = tokens[labels.flatten() != options.ignore_index]  # of no others, a function is asked
+    logps = torch.zeros(columns.shape, dtype=wide(hidden.dtype), device=labels.device).flatten(0, -2)
+    for at in tokens.split(max(_BYTES // (4 * teacher.vocab_size), 1)):
+        logits: Any = teacher.take(at).logits
+        divided = temperature.flatten()[at, None] if isinstance(temperature, Tensor) else temperature
+        all_logps = (logits.to(wide(logits.dtype)) / divided).log_softmax(-1)
+        logps[at] = all_logps.gather(-1, columns.flatten(0, -2)[at]).to(logps.dtype)
+    return TeacherTopK(logps.view(columns.shape), columns, tail)
+
+
+def _active(labels: Any, options: EngineOptions) -> Any:
+    """Labels that say which tokens are masked, and nothing else: the other model's vocabulary may lack them."""
+    return labels if labels is None else torch.where(labels == options.ignore_index, labels, 0)
 
 
 def _at(head: Head, temperature: float | Tensor) -> Head:
@@ -96,9 +125,8 @@ def loss_over_columns(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """``sum_t (weights["divergence"]_t divergence_t + weights["logp"]_t logp_t)``, and its statistics.
 
-    The columns are given by a :class:`TeacherTopK`, or are the ``top_k`` largest: the teacher's, computed before, or
-    the student's, taken from its block of logits; the teacher's log-probabilities there are then one product. ``o`` are
-    the options of distillation.
+    The columns are given by a :class:`TeacherTopK`, or are the ``top_k`` largest of a model, which a pass without
+    gradients chooses. ``o`` are the options of distillation.
     """
     mask, hard, top_k, tail, options = labels != o.ignore_index, weights.get("logp"), o.top_k, o.tail, o.engine
     check_no_temperature("student", head.transform.temperature)
@@ -113,6 +141,8 @@ def loss_over_columns(
         teacher, compared = _of_first(teacher, common), _first(compared, common)
         if o.top_k_of == "teacher":
             teacher = largest_of(teacher, top_k, labels, temperature, tail, tail == "bucket", options)
+        else:
+            teacher = at_largest_of(hidden, compared, top_k, teacher, labels, tail, options)
     if o.which.form == "cosine":
         raise ValueError(
             "the cosine needs all logits of both models: leave top_k= out, and give Teacher(hidden_states, weight) or "
@@ -121,23 +151,19 @@ def loss_over_columns(
     # At one temperature, over the same columns, both losses read one block.
     together = hard is not None and compared.vocab_size == head.vocab_size
     together = together and not isinstance(temperature, Tensor) and temperature == 1.0
-    inputs: dict[str, Any] = {"soft": weights["divergence"], **({"hard": hard} if together else {})}
-    fields: dict[str, Any] = {"selected": top_k}
-    if isinstance(teacher, TeacherTopK):
-        teacher.check(mask.shape, head)
-        if not top_k:
-            teacher.check_active(mask, head.vocab_size)
-        fields["selected"], tail = teacher.indices, teacher.tail
-        if tail == "renormalize" and not together:  # a softmax over these columns alone: others are not read
-            fields["kept"] = teacher.indices
-        inputs |= {"teacher_logps": teacher.logps}
-        inputs |= {} if teacher.tail_logps is None else {"rest": teacher.tail_logps}
-    else:
-        inputs["at"] = torch.arange(labels.numel(), device=labels.device).view(labels.shape)
-    loss: Any = functools.partial(_loss, o.which, tail, functools.partial(_logps_of, teacher, temperature, options))
-    names, metrics = ("selected_logps", *["logp"] * together), ("columns",) if "at" in inputs else ()
-    target = target_of(hidden, compared, labels, **fields)
-    total, (values,) = loss_sum([target], names, [TokenLoss(loss, inputs)], options, metrics)
+    teacher.check(mask.shape, head)
+    if not top_k:
+        teacher.check_active(mask, head.vocab_size)
+    inputs = {"soft": weights["divergence"], "hard": hard if together else None}
+    inputs |= {"teacher_logps": teacher.logps, "rest": teacher.tail_logps}
+    fields = {"selected": teacher.indices}
+    if teacher.tail == "renormalize" and not together:  # a softmax over these columns alone: others are not read
+        fields["kept"] = teacher.indices
+    loss = TokenLoss(
+        functools.partial(_loss, o.which, teacher.tail), {name: x for name, x in inputs.items() if x is not None}
+    )
+    names = ("selected_logps", *["logp"] * together)
+    total, (values,) = loss_sum([target_of(hidden, compared, labels, **fields)], names, [loss], options)
     if hard is not None and not together:
         hard_loss = TokenLoss(weighted_sum, {"logp": hard})
         other, (others,) = loss_sum([target_of(hidden, head, labels)], ("logp",), [hard_loss], options)
@@ -148,37 +174,15 @@ def loss_over_columns(
 def _loss(
     which: Divergence,
     tail: str,
-    of_teacher: Callable[[Tensor, Tensor], Tensor],
     values: Mapping[str, Tensor],
     soft: Tensor,
+    teacher_logps: Tensor,
     hard: Tensor | None = None,
-    teacher_logps: Tensor | None = None,
     rest: Tensor | None = None,
-    at: Tensor | None = None,
 ) -> tuple[Tensor, None, dict[str, Tensor]]:
-    """The loss ``[n]`` of some tokens, and their divergences; ``at`` are their places, if the columns are not given."""
+    """The losses ``[n]`` of some tokens, and their divergences."""
     logps = values["selected_logps"]
-    if at is not None:
-        with torch.no_grad():
-            teacher_logps = of_teacher(at, values["columns"])
-    assert teacher_logps is not None
     rest = None if rest is None else rest.to(logps.dtype)
     divergences = sparse_divergence(logps, teacher_logps.to(logps.dtype), which, tail, rest)
     loss = soft * divergences if hard is None else soft * divergences + hard * values["logp"]
     return loss, None, {"divergence": divergences.detach()}
-
-
-def _logps_of(
-    teacher: Teacher | TeacherLogits, temperature: float | Tensor, options: EngineOptions, at: Tensor, columns: Tensor
-) -> Tensor:
-    """A teacher's log-probabilities ``[n, k]`` of some columns, of some of the flattened tokens."""
-    divided: Any = temperature.flatten()[at] if isinstance(temperature, Tensor) else temperature
-    if isinstance(teacher, TeacherLogits):
-        logits: Any = teacher.take(at).logits
-        logits = logits.to(wide(logits.dtype))
-        logits = logits / (divided[:, None] if isinstance(divided, Tensor) else divided)
-        return logits.log_softmax(-1).gather(-1, columns)
-    states = teacher.local_hidden_states.flatten(0, -2)[at]
-    target = target_of(states, _at(teacher.head, divided), torch.zeros_like(at), selected=columns)
-    (values,) = statistics([target], ("selected_logps",), replace(options, compact=False))
-    return values["selected_logps"]

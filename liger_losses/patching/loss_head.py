@@ -38,9 +38,6 @@ from liger_losses.patching.swap import (
     swap,
 )
 
-#: The attribute of a head's layers with the numbers of the threads in which they return pending logits: 0 in compiled
-#: code, which cannot ask for it.
-_PENDING = "_liger_losses_pending"
 #: The attribute of a prepared head that says whether the model's loss shifts the labels, once that is known.
 SHIFTS = "_liger_losses_shifts"
 _BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
@@ -55,6 +52,15 @@ _LINEAR = F.linear
 _QUANTIZATION_ERROR = 0.05
 #: From this size on, logits that nobody may need are worth a warning.
 _MANY_BYTES = 2**30
+
+
+class _Thread(threading.local):
+    """The layers that return pending logits to this thread."""
+
+    pending: tuple[nn.Module, ...] = ()
+
+
+_thread = _Thread()
 
 
 # --- Layers -----------------------------------------------------------------------------------------------------------
@@ -174,7 +180,7 @@ class _HeadKind(Replacement):
 
     def call(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         """Pending logits; or ``NotImplemented``, and the layer's own method computes."""
-        if not _is_pending(module):
+        if module not in _thread.pending:
             return NotImplemented
         reason = self.reason_to_leave(module)
         logits = NotImplemented if reason else self.logits(module, *args, **kwargs)
@@ -252,7 +258,7 @@ class QuantizedHead(_HeadKind):
 
 def _shared_forward(forward: Callable[[Tensor], Tensor], layer: Any, hidden_states: Tensor) -> Any:
     """The forward of a layer whose rows the ranks of a mesh share, and which returns the logits of all of them."""
-    if not _is_pending(layer):
+    if layer not in _thread.pending:
         return forward(hidden_states)
     return pending_product(hidden_states, _shared_head(layer)).with_changes(product=forward)
 
@@ -333,7 +339,6 @@ def prepare_head(model: nn.Module, filter_fn: Filter | None = None) -> list[Entr
         entries += listed
         prepared += [] if kind is None else [(layer, kind)]
     for layer, kind in prepared:  # once filter_fn has seen all: if it raises, the model is as before
-        setattr(layer, _PENDING, [])
         swap(layer, kind)
     return entries
 
@@ -355,26 +360,16 @@ def _layers(head: Any) -> list[Any]:
 @contextlib.contextmanager
 def _pending(layers: list[Any]) -> Iterator[None]:
     """Within this context, layers return pending logits to this thread."""
-    thread = 0 if torch.compiler.is_dynamo_compiling() else threading.get_ident()
     for layer in layers:
-        getattr(layer, _PENDING).append(thread)
         for unit in layer.modules():
             if hasattr(unit, "set_reshard_after_forward"):
                 _do_not_reshard(unit)
+    before = _thread.pending
+    _thread.pending = (*before, *layers)
     try:
         yield
     finally:
-        for layer in layers:
-            if hasattr(layer, _PENDING):  # it was not unpatched
-                getattr(layer, _PENDING).remove(thread)
-
-
-def _is_pending(layer: Any) -> bool:
-    """Whether a layer is to return pending logits."""
-    threads = getattr(layer, _PENDING, ())
-    if torch.compiler.is_dynamo_compiling():
-        return len(threads) > 0
-    return threading.get_ident() in threads or 0 in threads
+        _thread.pending = before
 
 
 @outside_graphs
@@ -386,7 +381,7 @@ def _do_not_reshard(unit: Any) -> None:
 @contextlib.contextmanager
 def pending_logits(*models: nn.Module) -> Iterator[None]:
     """Within this context, the prepared heads of models return :class:`PendingLogits`."""
-    layers = [layer for model in models for layer in _layers_of(owner_of_head(model)) if not _is_pending(layer)]
+    layers = [layer for model in models for layer in _layers_of(owner_of_head(model)) if layer not in _thread.pending]
     inner = {getattr(model, "module", model) for model in models if layers and _is_distributed()}
     with contextlib.ExitStack() as stack:
         for model in inner:
@@ -451,7 +446,7 @@ def _with_loss(forward: Callable[..., Any], model: Any, *args: Any, **kwargs: An
     # A Trainer that keeps the labels back passes their number.
     kept_back = training and kwargs.get("num_items_in_batch") is not None
     wanted = kept_back or (labeled and (training or not options.eval_logits))
-    if not wanted or any(_is_pending(layer) for layer in layers):
+    if not wanted or any(layer in _thread.pending for layer in layers):
         output = forward(*args, **kwargs)
         _warn_of_many(model, output)
         return output
@@ -466,10 +461,8 @@ def _with_loss(forward: Callable[..., Any], model: Any, *args: Any, **kwargs: An
 def _layers_of(model: Any) -> list[Any]:
     """The prepared layers of a model's head. If it is patched, and its head was replaced or has got adapters, they are
     prepared again; if they cannot be, that is said once."""
-    layers = _layers(head_of(model))
-    ready = layers or torch.compiler.is_dynamo_compiling() or not isinstance(replacement_of(model), LossForward)
-    reason = "" if ready else reason_against_head(model)
-    if reason:
+    patched = isinstance(replacement_of(model), LossForward) and not torch.compiler.is_dynamo_compiling()
+    if patched and (reason := reason_against_head(model)):
         unpatch_head(model)
         warn(
             f"the output embedding of {type(model).__name__} was changed after patch(), and its logits, "
@@ -477,7 +470,7 @@ def _layers_of(model: Any) -> list[Any]:
             "liger_losses.patch(model) again." + see("models-that-cannot-be-patched"),
             RuntimeWarning,
         )
-    return layers if ready else _layers(head_of(model))
+    return _layers(head_of(model))
 
 
 def _finished(output: Any, keep: bool) -> Any:
@@ -520,7 +513,6 @@ def unpatch_head(model: nn.Module) -> None:
         forward: Any = vars(module).get("forward")
         if getattr(forward, "func", None) in (_with_loss, _shared_forward):
             module.forward = forward.args[0]
-        vars(module).pop(_PENDING, None)
         vars(module).pop(SHIFTS, None)
         if isinstance(replacement_of(module), (LossForward, _HeadKind)):
             restore(module)

@@ -15,7 +15,7 @@ from liger_losses.checks import check_labels, see
 from liger_losses.chunked import Head
 from liger_losses.chunked import shift_labels as shifted_labels
 from liger_losses.patching.loss_head import SHIFTS, head_of, owner_of_head, pending_logits, reason_against_head
-from liger_losses.patching.pending import PendingLogits
+from liger_losses.patching.pending import PendingLogits, is_pending
 from liger_losses.prompts.attention import attending, check_model
 from liger_losses.prompts.packing import PackedCompletions
 
@@ -113,7 +113,7 @@ def loss_inputs(
             "shift_labels=, which are not shifted."
         )
     logits = getattr(output, "logits", None)
-    if not isinstance(logits, PendingLogits) or logits.computed or logits.normalized:
+    if not is_pending(logits):
         raise TypeError(
             f"{name} must return logits that are its last layer's, scaled or soft-capped, got {type(logits).__name__}: "
             "its forward applies an operation to them that needs their values." + see("models-that-cannot-be-patched")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from liger_losses.checks import see
 from liger_losses.chunked import Head, Teacher, linear_divergence, linear_statistics
 from liger_losses.kernels.autograd import autocast_dtype
 from liger_losses.kernels.divergence_forms import Divergence
-from liger_losses.patching.operations import compute
+from liger_losses.patching.operations import NeedsValues, compute
 
 #: What shape and dtype say.
 _OF_SHAPE = {"dim", "element_size", "is_floating_point", "ndim", "nelement", "numel", "size"}
@@ -104,7 +104,8 @@ class PendingLogits:  # no dataclass: fully_shard would look for tensors in it, 
         return self.with_changes(steps=(*self.steps, step), head=head)
 
     def forward_autocast(self) -> torch.autocast:
-        """The autocast state of the head's forward, which may have ended by now."""
+        """The autocast state of the head's forward, which may have ended by now, once :meth:`check` has passed."""
+        self.check()
         return torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None)
 
     def check(self) -> None:
@@ -125,7 +126,6 @@ class PendingLogits:  # no dataclass: fully_shard would look for tensors in it, 
         hidden states, as inside of adapters.
         """
         if not self.computed:
-            self.check()
             if operation and self.shape[-1] > self.hidden_states.shape[-1]:
                 _warn_computed(operation)
             # Those of logits that were made without gradients require none.
@@ -139,7 +139,6 @@ class PendingLogits:  # no dataclass: fully_shard would look for tensors in it, 
     def statistics(self, labels: Tensor | None, *names: str, **options: Any) -> Any:
         """:func:`linear_statistics` of these hidden states and this head, or their divergence, if these are its terms;
         ``labels=None`` for those without labels."""
-        self.check()
         if labels is None:
             labels = torch.zeros(self.shape[:-1], dtype=torch.int64, device=self.device)
         with self.forward_autocast():
@@ -172,15 +171,15 @@ def _call(name: str, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
     """An operation on pending logits; on their values, if the table has none that computes it."""
     first = args[0] if args else None
     if isinstance(first, PendingLogits):
-        result = NotImplemented if first.computed else compute(name, first, *args[1:], **kwargs)
-        if result is not NotImplemented:
-            return result
-        if first.aliases and (name in _IN_PLACE or name[-1] == "_" != name[0]):
-            raise RuntimeError(
-                f"{name} changes logits in place that have views, or are one, and these would not change with them: "
-                "compute new logits instead, as in logits = logits / temperature, or make them ordinary ones first "
-                "with logits.values()."
-            )
+        try:
+            return compute(name, first, *args[1:], **kwargs)
+        except NeedsValues:
+            if first.aliases and (name in _IN_PLACE or name[-1] == "_" != name[0]):
+                raise RuntimeError(
+                    f"{name} changes logits in place that have views, or are one, and these would not change with "
+                    "them: compute new logits instead, as in logits = logits / temperature, or make them ordinary "
+                    "ones first with logits.values()."
+                ) from None
     return func(*_with_values(args, name), **_with_values(kwargs, name))
 
 
@@ -229,6 +228,11 @@ def pending_product(hidden_states: Tensor, head: Head) -> PendingLogits:
     """The product with a head, under the autocast that is on, inside of a layer's forward."""
     autocast = autocast_of(hidden_states)
     return PendingLogits(hidden_states, head, autocast or hidden_states.dtype, autocast)
+
+
+def is_pending(logits: Any) -> TypeGuard[PendingLogits]:
+    """Whether these are pending logits whose values nobody has needed, and no probabilities."""
+    return isinstance(logits, PendingLogits) and not logits.computed and not logits.normalized
 
 
 def linear(hidden_states: Tensor, head: Head) -> Tensor:

@@ -2,7 +2,7 @@
 
 While the trainers' own methods run, the heads of their models return pending logits. TRL's helper functions would
 compute these, so each has a replacement here: a function with TRL's parameters and result, which computes with the
-engine, or raises :class:`NeedsLogits`, and then TRL's function runs.
+engine, or raises :class:`~liger_losses.patching.operations.NeedsValues`, and then TRL's function runs.
 B batch size, T tokens of a sequence, V vocabulary size.
 """
 
@@ -20,7 +20,8 @@ from liger_losses.checks import see
 from liger_losses.chunked import Teacher, TeacherLogits, linear_divergence, linear_topk
 from liger_losses.chunked.losses.softmax_divergences import sparse_divergence
 from liger_losses.patching.loss_head import pending_logits, reason_against_head
-from liger_losses.patching.pending import PendingLogits
+from liger_losses.patching.operations import NeedsValues, require
+from liger_losses.patching.pending import PendingLogits, is_pending
 from liger_losses.trl.divergences import IGNORE_INDEX, check_columns, divergence_of, mean_divergence
 
 #: The attributes of trainers that are models.
@@ -55,12 +56,8 @@ def _masked_labels(logits: Any) -> Tensor:
     return labels if mask is None else labels.masked_fill(mask == 0, IGNORE_INDEX)
 
 
-class NeedsLogits(Exception):
-    """A replacement cannot be computed without the values of the logits: TRL's function runs."""
-
-
 def with_replacement(replacement: Callable[..., Any], original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``replacement``; or TRL's function, if the replacement raises :class:`NeedsLogits` or lacks an argument that is
+    """``replacement``; or TRL's function, if the replacement raises NeedsValues or lacks an argument that is
     not TRL's default."""
     theirs, names = inspect.signature(original), inspect.signature(replacement).parameters
     given = theirs.bind(*args, **kwargs).arguments
@@ -70,23 +67,18 @@ def with_replacement(replacement: Callable[..., Any], original: Callable[..., An
         return original(*args, **kwargs)
     try:
         return replacement(**given)
-    except NeedsLogits:
+    except NeedsValues:
         return original(*args, **kwargs)
 
 
-def _is_pending(logits: Any) -> bool:
-    return isinstance(logits, PendingLogits) and not logits.computed and not logits.normalized
-
-
 def _pending(logits: Any) -> PendingLogits:
-    """Pending logits; raises NeedsLogits for other tensors, and for log-probabilities."""
-    if not _is_pending(logits):
-        raise NeedsLogits
+    """Pending logits; raises NeedsValues for other tensors, and for log-probabilities."""
+    require(is_pending(logits))
     return logits
 
 
 def _teacher(logits: Any) -> Teacher | TeacherLogits:
-    return Teacher(logits.hidden_states, logits.head) if _is_pending(logits) else TeacherLogits(logits)
+    return Teacher(logits.hidden_states, logits.head) if is_pending(logits) else TeacherLogits(logits)
 
 
 def _statistics(
@@ -94,8 +86,7 @@ def _statistics(
 ) -> Any:
     """Statistics of the softmax at ``index`` ``[B, T]``."""
     pending = _pending(logits)
-    if index.shape != pending.shape[:-1]:
-        raise NeedsLogits
+    require(index.shape == pending.shape[:-1])
     labels = index if mask is None else torch.where(mask != 0, index, IGNORE_INDEX)
     return _pending(pending.div(temperature)).statistics(labels, *names)
 
@@ -131,7 +122,7 @@ def generalized_jsd_loss(
     student = _pending(student_logits)
     per_token = reduction != "batchmean" and num_items_in_batch is None
     if labels is None or per_token or top_k or logits_are_probs:
-        raise NeedsLogits
+        raise NeedsValues
     mask = labels != IGNORE_INDEX
     divisor = mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
     teacher = _teacher(teacher_logits)

@@ -57,7 +57,8 @@ _MANY_BYTES = 2**30
 class _Thread(threading.local):
     """The layers that return pending logits to this thread."""
 
-    pending: tuple[nn.Module, ...] = ()
+    def __init__(self) -> None:  # in each thread; torch.compile would guard that a default is not set yet
+        self.pending: tuple[nn.Module, ...] = ()
 
 
 _thread = _Thread()

@@ -59,21 +59,27 @@ def _is_vocabulary(logits: PendingLogits, dim: Any) -> bool:
 # --- Tokens: the hidden states are reshaped and chosen ----------------------------------------------------------------
 
 
+def _reshape(logits: PendingLogits, *shape: Any) -> Any:
+    sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
+    (*tokens, size), hidden_states = logits.shape, logits.hidden_states
+    require(len(sizes) > 1)
+    require(sizes[-1] == size or (sizes[-1] == -1 and math.prod(sizes[:-1]) == math.prod(tokens)))
+    return logits.with_rows(hidden_states.reshape(*sizes[:-1], hidden_states.shape[-1]))
+
+
 def _on_tokens(name: str, logits: PendingLogits, *args: Any, **kwargs: Any) -> Any:
     """A view whose last dimension is the vocabulary, as a tensor without memory shows: the one with a stride."""
     hidden_states, (*_, size) = logits.hidden_states, logits.shape
-    like = torch.empty(size, dtype=logits.dtype, device="meta").expand(logits.shape)
+    like = torch.empty(size, dtype=torch.uint8, device="meta").expand(logits.shape)
     try:
-        views = getattr(like, name)(*args, **kwargs)
-        reshaped = name in ("view", "reshape") and (*views.shape[:-1], hidden_states.shape[-1])
-        rows = hidden_states.reshape(reshaped) if reshaped else getattr(hidden_states, name)(*args, **kwargs)
-    except (RuntimeError, IndexError, TypeError):  # sizes of the vocabulary, which hidden states do not have
+        views, rows = (getattr(tensor, name)(*args, **kwargs) for tensor in (like, hidden_states))
+    except (RuntimeError, IndexError):  # sizes of the vocabulary, which hidden states do not have, or wrong arguments
         raise NeedsValues from None
     several = isinstance(rows, tuple)
     pairs = list(zip(views, rows, strict=False)) if several else [(views, rows)]
     require(pairs)
     for view, part in pairs:
-        require(view.dim() > 1 and view.dtype == like.dtype and view.shape[-1] == size and view.stride(-1) == 1 != size)
+        require(view.dim() > 1 and view.shape[-1] == size and view.stride(-1) == 1 != size)
         require(part.shape == (*view.shape[:-1], hidden_states.shape[-1]))
     parts = tuple(logits.with_rows(part) for _, part in pairs)
     return parts if several else parts[0]
@@ -288,6 +294,7 @@ def _sum(
 # --- The table --------------------------------------------------------------------------------------------------------
 
 _OPERATIONS: dict[str, Callable[..., Any]] = {
+    "view reshape": _reshape,
     "contiguous": lambda logits: logits.with_rows(logits.hidden_states.contiguous()),
     "clone": lambda logits: logits.with_changes(),
     "detach": lambda logits: logits.with_rows(logits.hidden_states.detach(), head=logits.head.detach()),
@@ -305,7 +312,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
 }
 #: Functions that take the name of the operation first.
 _NAMED: dict[str, Callable[..., Any]] = {
-    "view reshape flatten split chunk unbind transpose permute unsqueeze squeeze": _on_tokens,
+    "flatten split chunk unbind transpose permute unsqueeze squeeze": _on_tokens,
     "to float double half bfloat16": _cast,
     "softmax log_softmax": _softmax,
     "cross_entropy nll_loss": _cross_entropy,

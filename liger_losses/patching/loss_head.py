@@ -153,14 +153,30 @@ class KeepGathered(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class _HeadKind(Replacement):
-    """Layers that return pending logits where :func:`pending_logits` says so."""
+class LossHead(Replacement):
+    """Layers that return pending logits where :func:`pending_logits` says so.
 
+    They do all that their call does: adapters, hooks, and a forward that was put on the instance. Of a quantized layer,
+    whose rows are dequantized where the logits are read, the forward is replaced.
+    """
+
+    methods: tuple[str, ...] = ("__call__",)
+    quantized: bool = False
     reads_module = True
     key = staticmethod(id)  # type: ignore[assignment]  # each is looked at by itself
 
     def __str__(self) -> str:
-        return type(self).__name__
+        return "QuantizedHead" if self.quantized else "LossHead"
+
+    @classmethod
+    def match(cls, module: Any) -> LossHead:
+        if _is_quantized_layer(module):
+            _match_quantized(module)
+            return cls(("forward",), quantized=True)
+        if _shares_rows(module):
+            _match_shared(module)
+            module.forward = partial(_shared_forward, vars(module)["forward"], module)
+        return cls()
 
     @classmethod
     def reason_to_leave(cls, module: nn.Module) -> str | None:
@@ -183,8 +199,13 @@ class _HeadKind(Replacement):
         """Pending logits; or ``NotImplemented``, and the layer's own method computes."""
         if module not in _thread.pending:
             return NotImplemented
-        reason = self.reason_to_leave(module)
-        logits = NotImplemented if reason else self.logits(module, *args, **kwargs)
+        reason, logits = self.reason_to_leave(module), NotImplemented
+        if not reason and self.quantized:
+            logits = _quantized_logits(module, *args, **kwargs)
+        elif not reason:
+            split = any(hasattr(parameter, "ds_id") for parameter in module.parameters())
+            with Products(), _of_zero(module) if split else contextlib.nullcontext():
+                logits = original_class(module).__call__(module, *args, **kwargs)
         if logits is not NotImplemented and not isinstance(logits, PendingLogits):
             reason = "it does more than to multiply by a weight, and to cast and scale the result"
         if reason:
@@ -195,66 +216,40 @@ class _HeadKind(Replacement):
             )
         return logits
 
-    def logits(self, module: Any, *args: Any, **kwargs: Any) -> Any:
-        """What the layer returns, pending inside."""
+
+def _quantized_logits(layer: Any, *args: Any, **kwargs: Any) -> Any:
+    """The product with a quantized layer's rows."""
+    if kwargs or len(args) != 1 or args[0].dim() < 2:
+        return NotImplemented
+    # The layer may round hidden states before the product; its result has their own dtype then.
+    return _quantized_product(args[0], layer, layer.bias, getattr(layer, "compute_dtype", None))
 
 
-class LossHead(_HeadKind):
-    """Any layer, with all that its call does: adapters, hooks, and a forward that was put on the instance."""
+def _match_quantized(module: Any) -> None:
+    """Raise Mismatch unless a quantized layer computes what its rows say, as far as one can see."""
+    weight = find_quantized(module)
+    if weight is None:
+        raise Mismatch("it has not been quantized yet: move the model to its device, then patch it")
+    if weight.device.type == "meta":
+        raise Mismatch("its weight is on the meta device, and what it computes must be compared: load it first")
+    if "forward" in vars(module):
+        raise Mismatch("it is quantized, and its forward was replaced on the instance")
+    head = Head(weight, getattr(module, "bias", None))
+    hidden, before = _random_states(head, 2), dict(vars(module))  # a first forward may choose the dtype
+    try:
+        # With gradients: without, layers may change how their weight is laid out.
+        logits = type(module).forward(module, hidden.detach().requires_grad_()).detach()
+    finally:
+        vars(module).update(before)
+    for part in (slice(0, 64), slice(max(head.vocab_size - 64, 0), head.vocab_size)):
+        expected, fits = linear(hidden, head.columns(part)).float(), logits.shape == (2, head.vocab_size)
+        if not (fits and (logits[:, part].float() - expected).norm() <= _QUANTIZATION_ERROR * expected.norm()):
+            raise Mismatch("it computes something else than the product with its dequantized rows")
 
-    methods = ("__call__",)
 
-    @classmethod
-    def match(cls, module: Any) -> LossHead:
-        if _shares_rows(module):
-            _match_shared(module)
-            module.forward = partial(_shared_forward, vars(module)["forward"], module)
-        return cls()
-
-    def logits(self, module: Any, *args: Any, **kwargs: Any) -> Any:
-        """The layer's own call, with pending products."""
-        split = any(hasattr(parameter, "ds_id") for parameter in module.parameters())
-        with Products(), _of_zero(module) if split else contextlib.nullcontext():
-            return original_class(module).__call__(module, *args, **kwargs)
-
-
-class QuantizedHead(_HeadKind):
-    """A quantized layer, whose rows are dequantized where the logits are read."""
-
-    @classmethod
-    def match(cls, module: Any) -> QuantizedHead:
-        """The layer computes what its rows say, as far as one can see."""
-        weight = find_quantized(module)
-        if weight is None:
-            raise Mismatch("it has not been quantized yet: move the model to its device, then patch it")
-        if weight.device.type == "meta":
-            raise Mismatch("its weight is on the meta device, and what it computes must be compared: load it first")
-        if "forward" in vars(module):
-            raise Mismatch("it is quantized, and its forward was replaced on the instance")
-        (vocab_size, hidden_size), bias = weight.shape, getattr(module, "bias", None)
-        hidden = probing.random((2, hidden_size), torch.Generator().manual_seed(0), weight.dtype).to(weight.device)
-        before = dict(vars(module))  # a first forward may choose the dtype to compute in
-        try:
-            # With gradients: without, layers may change how their weight is laid out.
-            logits = type(module).forward(module, hidden.requires_grad_()).detach().float()
-        finally:
-            vars(module).update(before)
-        for start in {0, max(vocab_size - 64, 0)}:
-            part = slice(start, min(start + 64, vocab_size))
-            with torch.no_grad():
-                rows = weight.rows(part.start, part.stop).float()
-                expected = F.linear(hidden.float(), rows, None if bias is None else bias[part].float())
-            fits = logits.shape == (2, vocab_size)
-            if not (fits and (logits[:, part] - expected).norm() <= _QUANTIZATION_ERROR * expected.norm()):
-                raise Mismatch("it computes something else than the product with its dequantized rows")
-        return cls()
-
-    def logits(self, module: Any, *args: Any, **kwargs: Any) -> Any:
-        """The product with the layer's rows."""
-        if kwargs or len(args) != 1 or args[0].dim() < 2:
-            return NotImplemented
-        # The layer may round hidden states before the product; its result has their own dtype then.
-        return _quantized_product(args[0], module, module.bias, getattr(module, "compute_dtype", None))
+def _random_states(head: Head, *shape: int) -> Tensor:
+    states = probing.random((*shape, head.hidden_size), torch.Generator().manual_seed(0), head.weight.dtype)
+    return states.to(head.weight.device)
 
 
 def _shared_forward(forward: Callable[[Tensor], Tensor], layer: Any, hidden_states: Tensor) -> Any:
@@ -281,8 +276,7 @@ def _match_shared(module: Any) -> None:
         both = module.weight.device_mesh.ndim > 1
         order = "fully_shard was called before patch: apply tensor parallelism, then patch(model), then fully_shard"
         raise Mismatch(order if both else str(error)) from None
-    shape, dtype, forward = (1, 3, head.hidden_size), head.weight.dtype, vars(module)["forward"]
-    hidden = probing.random(shape, torch.Generator().manual_seed(0), dtype).to(head.weight.device)
+    hidden, forward = _random_states(head, 1, 3), vars(module)["forward"]
     logits: Any = probing.observe(forward, [hidden])[0]
     if logits.shape != (1, 3, head.vocab_size):
         raise Mismatch(f"it returns {tuple(logits.shape)} and not all logits")
@@ -333,10 +327,9 @@ def prepare_head(model: nn.Module, filter_fn: Filter | None = None) -> list[Entr
         without = "it has no output embedding; for token losses, pass the model with its lm_head (AutoModelForCausalLM)"
         return [Entry("", type(model).__name__, None, without)]
     head, entries, prepared = owner.get_output_embeddings(), list[Entry](), list[tuple[Any, Any]]()
-    quantized = [layer for layer in head.modules() if _is_quantized_layer(layer)]
-    for layer in dict.fromkeys([*quantized, head]):
+    for layer in dict.fromkeys([*filter(_is_quantized_layer, head.modules()), head]):
         path = next((name for name, other in model.named_modules() if other is layer), "")
-        listed, kind = find(QuantizedHead if layer in quantized else LossHead, path, layer, filter_fn, {})
+        listed, kind = find(LossHead, path, layer, filter_fn, {})
         entries += listed
         prepared += [] if kind is None else [(layer, kind)]
     for layer, kind in prepared:  # once filter_fn has seen all: if it raises, the model is as before
@@ -353,9 +346,9 @@ def reason_against_head(model: Any) -> str:
 
 def _layers(head: Any) -> list[Any]:
     """The layers of a head that were prepared, the head itself among them; none if it was not."""
-    if not isinstance(replacement_of(head), _HeadKind):
+    if not isinstance(replacement_of(head), LossHead):
         return []
-    return [layer for layer in head.modules() if layer is head or isinstance(replacement_of(layer), QuantizedHead)]
+    return [layer for layer in head.modules() if layer is head or getattr(replacement_of(layer), "quantized", False)]
 
 
 @contextlib.contextmanager
@@ -515,7 +508,7 @@ def unpatch_head(model: nn.Module) -> None:
         if getattr(forward, "func", None) in (_with_loss, _shared_forward):
             module.forward = forward.args[0]
         vars(module).pop(SHIFTS, None)
-        if isinstance(replacement_of(module), (LossForward, _HeadKind)):
+        if isinstance(replacement_of(module), (LossForward, LossHead)):
             restore(module)
 
 
@@ -532,23 +525,19 @@ def transform_of(layer: nn.Module, hidden_states: Tensor) -> LogitTransform:
     if is_weight_and_bias(layer):
         return LogitTransform()
     weight: Any = layer.weight
-    logits, arguments = _small_logits(
-        layer, type(layer).forward, hidden_states.dtype, weight.dtype, hidden_states.device
-    )
+    logits, arguments = _small_logits(layer, type(layer).forward, hidden_states.dtype, weight.dtype)
     if [tensor.data_ptr() for tensor in logits.tensors] != [tensor.data_ptr() for tensor in arguments]:
         raise Mismatch("its product is of another input, weight or bias than the layer's")
     return logits.head.transform
 
 
 def _small_logits(
-    layer: Any, forward: Callable[[Any, Tensor], Any], dtype: torch.dtype, weight_dtype: torch.dtype, device: Any
+    layer: Any, forward: Callable[[Any, Tensor], Any], dtype: torch.dtype, weight_dtype: torch.dtype
 ) -> tuple[PendingLogits, list[Tensor]]:
-    """What ``forward(layer, hidden states)`` returns of small hidden states and parameters, and these; or Mismatch."""
-    width = probing.shape_of(layer.weight)[1]
-    hidden = torch.zeros(1, 3, width, dtype=dtype, device=device)
-    small = {"weight": torch.zeros(5, width, dtype=weight_dtype, device=device)}
-    if getattr(layer, "bias", None) is not None:
-        small["bias"] = torch.zeros(5, dtype=weight_dtype, device=device)
+    """What ``forward(layer, hidden states)`` returns of small ones and of parameters on the CPU, and these."""
+    hidden = torch.zeros(1, 3, probing.shape_of(layer.weight)[1], dtype=dtype)
+    shapes = {"weight": (5, hidden.shape[-1])} | ({} if getattr(layer, "bias", None) is None else {"bias": (5,)})
+    small = {name: torch.zeros(shape, dtype=weight_dtype) for name, shape in shapes.items()}
     with Products():
         try:
             logits = probing.call_with(small, forward, layer, hidden)
@@ -565,6 +554,6 @@ def _shares_rows(layer: Any) -> bool:
     if forward is None or not hasattr(getattr(layer, "weight", None), "full_tensor"):
         return False
     with contextlib.suppress(Mismatch):
-        _small_logits(layer, lambda layer, x: forward(x), torch.float32, torch.float32, "cpu")
+        _small_logits(layer, lambda layer, x: forward(x), torch.float32, torch.float32)
         return False  # fully_shard gathers the weight
     return True

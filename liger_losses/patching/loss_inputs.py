@@ -90,6 +90,7 @@ def loss_inputs(
             row = loss_inputs(model, shift_labels=torch.zeros_like(packed.input_ids), **batch)
         return row._replace(hidden_states=packed.completion_states(row.hidden_states), labels=packed.labels)
     name, inner = type(model).__name__, owner_of_head(model) or model
+    head: Any = head_of(inner)
     _check_batch(name, getattr(inner, "config", None), batch)
     targets = labels if shift_labels is None else shift_labels
     targets = batch.get("input_ids") if targets is None else targets
@@ -100,13 +101,16 @@ def loss_inputs(
     if reason:
         raise TypeError(f"{reason}." + see("models-that-cannot-be-patched"))
     shifted = _shifted(targets, batch.get("attention_mask"), ignore_index) if shift_labels is None else targets
-    asks = shift_labels is None and not hasattr(head_of(inner), SHIFTS) and _can_ask(inner, targets, batch)
     losses = _Losses()
-    with pending_logits(inner), losses if asks else contextlib.nullcontext():
-        output = model(**batch, labels=_first_alone(targets)) if asks else model(**batch)
+    with pending_logits(inner), contextlib.ExitStack() as stack:
+        if shift_labels is None and not hasattr(head, SHIFTS) and _can_ask(inner, targets, batch):
+            batch["labels"] = torch.full_like(targets, -100)
+            batch["labels"][..., 0] = 0  # a shift drops all that carry loss
+            stack.enter_context(losses)
+        output = model(**batch)
     if losses.labels:
-        setattr(head_of(inner), SHIFTS, not any(bool((labels != -100).any()) for labels in losses.labels))
-    if shift_labels is None and not getattr(head_of(inner), SHIFTS, True):
+        setattr(head, SHIFTS, not any(bool((labels != -100).any()) for labels in losses.labels))
+    if shift_labels is None and not getattr(head, SHIFTS, True):
         raise ValueError(
             f"{name} does not shift its labels, as a causal language model does: the logits of a token are "
             "compared with that token's label. Give a causal language model, or pass the labels as "
@@ -173,10 +177,3 @@ def _can_ask(model: nn.Module, targets: Tensor, batch: dict[str, Any]) -> bool:
     # With labels, a forward may not look at its cache; transformers 5.24 calls it `cache`.
     cached = any(batch.get(name) is not None for name in ("cache", "past_key_values"))
     return takes_labels and targets.shape[-1] > 1 and not cached
-
-
-def _first_alone(targets: Tensor) -> Tensor:
-    """Labels of which a shift drops all that carry loss."""
-    labels = torch.full_like(targets, -100)
-    labels[..., 0] = 0
-    return labels

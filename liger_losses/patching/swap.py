@@ -234,7 +234,7 @@ def _subclass(original: type[nn.Module], replacement: Replacement, probed: froze
         return _new, (original, replacement, probed), *reduced[2:]
 
     def __setattr__(self: nn.Module, name: str, value: Any) -> None:
-        changes = name in probed and _differ(getattr(self, name, None), value)
+        changes = name in probed and probing.fingerprint(getattr(self, name, None)) != probing.fingerprint(value)
         reason = reason_not_to_restore(self) if changes else None
         if reason is not None:
             raise RuntimeError(
@@ -258,11 +258,6 @@ def _subclass(original: type[nn.Module], replacement: Replacement, probed: froze
     metaclass: Any = type(original)
     subclass = metaclass(original.__name__, (original,), members)
     return subclass
-
-
-def _differ(old: Any, new: Any) -> bool:
-    """Whether a probe may see other values; equal numbers are the same."""
-    return old is not new and probing.fingerprint(old) != probing.fingerprint(new)
 
 
 def _method(original: type[nn.Module], replacement: Any, name: str, replaced: Callable[..., Any]) -> Any:

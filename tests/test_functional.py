@@ -5,8 +5,6 @@ import torch
 
 from liger_losses import functional
 
-B = 5
-
 
 @pytest.mark.parametrize("gap", [-40.0, -3.0, 1e-3, 0.5, 18.0, 30.0, 60.0])
 def test_the_corrected_divergence_keeps_its_digits(gap):

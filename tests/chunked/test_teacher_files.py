@@ -22,6 +22,9 @@ def models(dtype=torch.float32):
     return hidden, weight, labels, states.detach(), head
 
 
+*_, STATES, HEAD = models()
+
+
 def loss_and_gradients(hidden, weight, labels, teacher):
     loss, _ = JSD(0.3, 0.7)(weight, hidden, labels, teacher)
     return loss, *torch.autograd.grad(loss, (hidden, weight))
@@ -46,57 +49,53 @@ def test_what_is_read_is_what_was_written(dtype, tmp_path):
 
 
 def test_half_precision_and_casts(tmp_path):
-    *_, states, head = models()
-    TeacherWriter(tmp_path, head).write(0, states)
+    TeacherWriter(tmp_path, HEAD).write(0, STATES)
     assert TeacherFiles(tmp_path).teacher(0).hidden_states.dtype == torch.bfloat16
     teacher = TeacherFiles(tmp_path, dtype=torch.float64).teacher(0, remove=True)
     assert teacher.head.weight.dtype == teacher.hidden_states.dtype == torch.float64
-    assert torch.equal(teacher.hidden_states, states.bfloat16().double())
+    assert torch.equal(teacher.hidden_states, STATES.bfloat16().double())
     assert TeacherFiles(tmp_path).names() == []
     with pytest.raises(FileNotFoundError, match=r"no .*batch-0.safetensors after 0 s.*TeacherWriter"):
         TeacherFiles(tmp_path).teacher(0)
 
 
 def test_a_reader_waits_for_the_writer(tmp_path):
-    *_, states, head = models()
 
     def write():
         time.sleep(0.05)
-        writer = TeacherWriter(tmp_path / "later", head, dtype=torch.float32)
+        writer = TeacherWriter(tmp_path / "later", HEAD, dtype=torch.float32)
         time.sleep(0.05)
-        writer.write(7, states)
+        writer.write(7, STATES)
 
     thread = threading.Thread(target=write)
     thread.start()
     files = TeacherFiles(tmp_path / "later", timeout=60)
-    assert torch.equal(files.teacher(7).hidden_states, states)
+    assert torch.equal(files.teacher(7).hidden_states, STATES)
     thread.join()
 
 
 def test_two_writers_of_one_folder_do_not_mix(tmp_path, monkeypatch):
     """In one process, or with the same process id in two containers, at the same time."""
-    *_, states, head = models()
-    first, second = (TeacherWriter(tmp_path, head, dtype=torch.float32) for _ in range(2))
+    first, second = (TeacherWriter(tmp_path, HEAD, dtype=torch.float32) for _ in range(2))
     write_bytes, interrupted = Path.write_bytes, []
 
     def write_while_the_other_writes(path, data):
         write_bytes(path, data)
         if not interrupted:
             interrupted.append(path)
-            second.write(0, states * 2)
+            second.write(0, STATES * 2)
 
     monkeypatch.setattr(Path, "write_bytes", write_while_the_other_writes)
-    first.write(0, states)
-    assert torch.equal(TeacherFiles(tmp_path).teacher(0).hidden_states, states)
+    first.write(0, STATES)
+    assert torch.equal(TeacherFiles(tmp_path).teacher(0).hidden_states, STATES)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["batch-0.safetensors", "head.safetensors"]
 
 
 @pytest.mark.parametrize("shape", [(T, WIDE), (5, 4, WIDE)])
 def test_a_batch_that_is_replaced_while_it_is_read_is_read_whole(shape, tmp_path, monkeypatch):
     """Between the header, which safe_open reads first, and the numbers, which it maps then."""
-    *_, states, head = models()
-    writer, later, mapped = TeacherWriter(tmp_path, head, dtype=torch.float32), [states * 2], []
-    writer.write(0, states)
+    writer, later, mapped = TeacherWriter(tmp_path, HEAD, dtype=torch.float32), [STATES * 2], []
+    writer.write(0, STATES)
     files, from_file = TeacherFiles(tmp_path), torch.UntypedStorage.from_file
 
     def replace_and_map(*arguments, **keywords):
@@ -106,13 +105,12 @@ def test_a_batch_that_is_replaced_while_it_is_read_is_read_whole(shape, tmp_path
         return from_file(*arguments, **keywords)
 
     monkeypatch.setattr(torch.UntypedStorage, "from_file", replace_and_map)
-    assert torch.equal(files.teacher(0).hidden_states, (states * 2).view(shape))
+    assert torch.equal(files.teacher(0).hidden_states, (STATES * 2).view(shape))
     assert len(mapped) == 2
 
 
 def test_nothing_is_left_of_what_could_not_be_written(tmp_path, monkeypatch):
-    *_, states, head = models()
-    writer = TeacherWriter(tmp_path, head)
+    writer = TeacherWriter(tmp_path, HEAD)
 
     def fill_the_disk(path, data):
         path.write_text("half")
@@ -120,29 +118,27 @@ def test_nothing_is_left_of_what_could_not_be_written(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Path, "write_bytes", fill_the_disk)
     with pytest.raises(OSError, match="No space left"):
-        writer.write(0, states)
+        writer.write(0, STATES)
     assert [path.name for path in tmp_path.iterdir()] == ["head.safetensors"]
 
 
 def test_batches_of_another_head_are_refused(tmp_path):
-    *_, states, head = models()
-    first = TeacherWriter(tmp_path, head)
-    first.write("ours", states)
+    first = TeacherWriter(tmp_path, HEAD)
+    first.write("ours", STATES)
     before = TeacherFiles(tmp_path)
-    TeacherWriter(tmp_path, head).write("same", states)
-    assert TeacherFiles(tmp_path).teacher("ours").hidden_states.shape == states.shape
-    TeacherWriter(tmp_path, head.weight).write("other", states)  # without its bias, scale and soft-cap
+    TeacherWriter(tmp_path, HEAD).write("same", STATES)
+    assert TeacherFiles(tmp_path).teacher("ours").hidden_states.shape == STATES.shape
+    TeacherWriter(tmp_path, HEAD.weight).write("other", STATES)  # without its bias, scale and soft-cap
     after = TeacherFiles(tmp_path)
     for files, name in ((before, "other"), (after, "ours"), (after, "same")):
         with pytest.raises(ValueError, match=f"batch-{name}.* was written with another head.*a separate folder"):
             files.teacher(name)
-    assert before.teacher("same").hidden_states.shape == after.teacher("other").hidden_states.shape == states.shape
+    assert before.teacher("same").hidden_states.shape == after.teacher("other").hidden_states.shape == STATES.shape
 
 
 @pytest.mark.parametrize("length", [0, 10, 600])
 def test_a_truncated_file_is_named(length, tmp_path):
-    *_, states, head = models()
-    TeacherWriter(tmp_path, head).write("step-3", states)
+    TeacherWriter(tmp_path, HEAD).write("step-3", STATES)
     path = tmp_path / "batch-step-3.safetensors"
     path.write_bytes(path.read_bytes()[:length])
     with pytest.raises(RuntimeError, match=r"batch-step-3\.safetensors cannot be read.*write it again"):
@@ -154,18 +150,17 @@ def test_a_truncated_file_is_named(length, tmp_path):
 
 
 def test_what_is_refused(tmp_path):
-    *_, states, head = models()
-    writer = TeacherWriter(tmp_path, head)
+    writer = TeacherWriter(tmp_path, HEAD)
     with pytest.raises(ValueError, match=r"\[..., 40\], got \(20, 30\)"):
-        writer.write(0, states[:, :30])
+        writer.write(0, STATES[:, :30])
     with pytest.raises(TypeError, match="floating point"):
-        writer.write(0, states.long())
+        writer.write(0, STATES.long())
     for name in ("../other", ""):
         with pytest.raises(ValueError, match="the name of a batch may contain only letters"):
-            writer.write(name, states)
+            writer.write(name, STATES)
     for temperature in (0.7, torch.ones(T)):
         with pytest.raises(ValueError, match="the teacher's head has temperature .*, which must be 1"):
-            TeacherWriter(tmp_path / "other", Head(head.weight, transform=LogitTransform(temperature)))
+            TeacherWriter(tmp_path / "other", Head(HEAD.weight, transform=LogitTransform(temperature)))
     for dtype in (torch.int8, torch.bool, torch.float8_e4m3fn, "float32"):  # which ruin values
         with pytest.raises(TypeError, match=r"dtype must be torch\.bfloat16, float16, float32 or float64, got"):
             TeacherWriter(tmp_path / "other", torch.ones(V, WIDE), dtype=dtype)

@@ -15,7 +15,6 @@ from liger_losses.kernels import LOGIT_DTYPES, choose_backend, matmul
 from liger_losses.kernels._triton import tl, triton
 from liger_losses.kernels.autograd import records_nothing
 from liger_losses.kernels.matmul import matmul_into
-from tests.kernels.cases import triton_or_skip
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
@@ -58,7 +57,7 @@ def test_backend_is_chosen_from_the_tensor_and_can_be_overridden(monkeypatch):
     with pytest.raises(ValueError, match="torch, triton.*'cuda'"):
         chosen(cpu, "cuda")
     with pytest.raises(ValueError, match=r"float32.*torch\.float64"):
-        triton_or_skip()
+        pytest.importorskip("triton")
         chosen(torch.empty(0, dtype=torch.float64), "triton")
     monkeypatch.setenv("LIGER_LOSSES_BACKEND", "nonsense")
     with pytest.raises(ValueError, match="LIGER_LOSSES_BACKEND"):

@@ -133,9 +133,9 @@ def test_checkpointing_stops_before_the_linear_layer_of_a_product(whole):
     torch.testing.assert_close(grads, expected, rtol=1e-4, atol=1e-4)
 
 
-def mlp_of(layout, dtype=torch.float32, bias=True, width=33):
+def mlp_of(layout, dtype=torch.float32, bias=True):
     """The input of an MLP, and weight and bias of its layers, the last of which is down."""
-    shapes = [(width * 2 // LAYERS[layout], 8)] * LAYERS[layout] + [(7, width)]
+    shapes = [(66 // LAYERS[layout], 8)] * LAYERS[layout] + [(7, 33)]
     x = normal(2, 5, 8, dtype=dtype, seed=9)
     return x, [
         (normal(*shape, dtype=dtype, seed=i), normal(shape[0], dtype=dtype, seed=i + 5) if bias else None)

@@ -16,7 +16,6 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 B, H, V = calls.ROWS, calls.HIDDEN, calls.VOCAB
 TOLERANCE = {"rtol": 2e-5, "atol": 1e-6}
 HALF = {"rtol": 1e-2, "atol": 1e-3}
-LENGTHS = (5, 6, 8)
 
 
 def compiled(function, backend="aot_eager"):

@@ -55,12 +55,8 @@ from tests.seam import BACKENDS, LowRank
 F = functional
 NAN, PER_TOKEN, ONES = math.nan, torch.zeros(4, 5), torch.ones(4)
 MASK, ZEROS, EACH = torch.ones(4, 5, dtype=torch.bool), torch.zeros(2), torch.ones(4, 5)
+HIDDEN, WEIGHT, LABELS, _ = problem(shape=(4, 5), masked=0.2)
 ALONE, CAPPED = DPO(use_ref_model=False), partial(Head, transform=LogitTransform(softcap=3.0))
-
-
-def good():
-    hidden, weight, labels, _ = problem(shape=(4, 5), masked=0.2)
-    return hidden, weight, labels
 
 
 def of_class(**attributes):
@@ -507,9 +503,8 @@ WRONG = [
 
 @pytest.mark.parametrize(("call", "message"), WRONG)
 def test_wrong_inputs_are_named(call, message):
-    hidden, weight, labels = good()
     with pytest.raises((TypeError, ValueError, NotImplementedError, AttributeError), match=message):
-        call(hidden.detach(), weight, labels)
+        call(HIDDEN.detach(), WEIGHT, LABELS)
 
 
 class NoProducts(TorchDispatchMode):
@@ -523,98 +518,92 @@ OF_TOKENS = ("advantages", "old_per_token_logps", "sampling_per_token_logps", "v
 
 
 def test_bad_input_is_found_before_any_projection():
-    hidden, weight, labels = good()
-    ids, given = labels.clamp(min=0), {"advantages": ONES, "mask": MASK}
-    reference = {"ref_input": hidden.detach(), "ref_weight": weight.detach()}
-    outside = labels.index_fill(0, torch.tensor([0]), 61)
+    ids, given = LABELS.clamp(min=0), {"advantages": ONES, "mask": MASK}
+    reference = {"ref_input": HIDDEN.detach(), "ref_weight": WEIGHT.detach()}
+    outside = LABELS.index_fill(0, torch.tensor([0]), 61)
     for call, message in (
-        (lambda: linear_logps(hidden, weight, outside), "labels must be in"),
-        (lambda: CE(ce_weight=torch.ones(61))(weight, hidden, outside), "labels must be in"),
-        (lambda: DPO(use_ref_model=False)(weight, hidden, outside), "labels must be in"),
-        (lambda: CE()([weight] * 3, hidden, [labels, labels, outside]), r"labels must be in \[0, 61\)"),
+        (lambda: linear_logps(HIDDEN, WEIGHT, outside), "labels must be in"),
+        (lambda: CE(ce_weight=torch.ones(61))(WEIGHT, HIDDEN, outside), "labels must be in"),
+        (lambda: DPO(use_ref_model=False)(WEIGHT, HIDDEN, outside), "labels must be in"),
+        (lambda: CE()([WEIGHT] * 3, HIDDEN, [LABELS, LABELS, outside]), r"labels must be in \[0, 61\)"),
         (
-            lambda: DPO()(weight, hidden, labels, None, hidden, torch.randn(61, 7)),
+            lambda: DPO()(WEIGHT, HIDDEN, LABELS, None, HIDDEN, torch.randn(61, 7)),
             r"of the reference model.*hidden_states must be \[..., 7\]",
         ),
         *(
-            (partial(GRPO(), hidden, weight, ids, **{**given, name: torch.ones(4, 6)}, **reference), f"{name} must be")
+            (partial(GRPO(), HIDDEN, WEIGHT, ids, **{**given, name: torch.ones(4, 6)}, **reference), f"{name} must be")
             for name in OF_TOKENS
         ),
     ):
         with NoProducts(), pytest.raises(ValueError, match=message):
             call()
     with NoProducts(), pytest.raises(AssertionError, match="was computed"):
-        linear_logps(hidden, weight, labels)
+        linear_logps(HIDDEN, WEIGHT, LABELS)
 
 
 @pytest.mark.parametrize("items", [torch.tensor([3, 4]), -1, -2.0, torch.tensor(-1), float("nan"), [3], True])
 def test_num_items_in_batch_is_one_number_that_is_not_negative(items):
-    hidden, weight, labels = good()
-    given, mask = {"num_items_in_batch": items}, labels >= 0
+    given, mask = {"num_items_in_batch": items}, LABELS >= 0
     for call in (
-        lambda: CE()(weight, hidden, labels, **given),
-        lambda: JSD()(weight, hidden, labels, Teacher(hidden, weight), **given),
-        lambda: GRPO(beta=0.0)(hidden, weight, labels, mask, ONES, **given),
-        lambda: F.grpo_loss(hidden[..., 0], ONES, mask, **given),
+        lambda: CE()(WEIGHT, HIDDEN, LABELS, **given),
+        lambda: JSD()(WEIGHT, HIDDEN, LABELS, Teacher(HIDDEN, WEIGHT), **given),
+        lambda: GRPO(beta=0.0)(HIDDEN, WEIGHT, LABELS, mask, ONES, **given),
+        lambda: F.grpo_loss(HIDDEN[..., 0], ONES, mask, **given),
     ):
         with pytest.raises((TypeError, ValueError), match="num_items_in_batch must (be|lie)"):
             call()
-    same = [CE()(weight, hidden, labels, num_items_in_batch=n) for n in (7, np.int64(7), torch.tensor([[7]]))]
+    same = [CE()(WEIGHT, HIDDEN, LABELS, num_items_in_batch=n) for n in (7, np.int64(7), torch.tensor([[7]]))]
     assert torch.equal(same[0], same[1])
     assert torch.equal(same[0], same[2])
 
 
 def test_a_weight_of_which_there_is_a_part_is_refused(one_process):
-    hidden, weight, labels = good()
-    part = distribute_tensor(weight.detach(), init_device_mesh("cpu", (1,)), [Shard(0)])
-    for call in (lambda: CE()(part, hidden, labels), lambda: linear_logps(hidden, part, labels)):
+    part = distribute_tensor(WEIGHT.detach(), init_device_mesh("cpu", (1,)), [Shard(0)])
+    for call in (lambda: CE()(part, HIDDEN, LABELS), lambda: linear_logps(HIDDEN, part, LABELS)):
         with pytest.raises(TypeError, match=r"weight is a DTensor.*liger_losses.patch.*weight.full_tensor\(\)"):
             call()
-    CE()(part.full_tensor(), hidden, labels)
+    CE()(part.full_tensor(), HIDDEN, LABELS)
 
 
 def test_temperatures_of_another_shape_where_ranks_share_the_vocabulary(one_process):
     """Ranks compare temperatures before they are gathered."""
-    hidden, weight, labels = good()
-    head = Head(weight, group=dist.group.WORLD)
-    for wrong in (torch.ones(len(labels)), torch.ones(labels.numel() + 1), torch.ones(labels.shape, device="meta")):
+    head = Head(WEIGHT, group=dist.group.WORLD)
+    for wrong in (torch.ones(len(LABELS)), torch.ones(LABELS.numel() + 1), torch.ones(LABELS.shape, device="meta")):
         with pytest.raises(ValueError, match="temperature (must be a number, or a tensor|is on meta)"):
-            linear_logps(hidden, head, labels, temperature=wrong)
-    negative, group = Head(weight, transform=LogitTransform(-EACH)), dist.group.WORLD
+            linear_logps(HIDDEN, head, LABELS, temperature=wrong)
+    negative, group = Head(WEIGHT, transform=LogitTransform(-EACH)), dist.group.WORLD
     for call in (
-        lambda: KL(group=group)(weight, hidden, labels, Teacher(hidden, weight), temperature=-EACH),
-        lambda: CE(group=group)(negative, hidden, labels),
-        lambda: SimPO(group=group)(negative, hidden, labels),
+        lambda: KL(group=group)(WEIGHT, HIDDEN, LABELS, Teacher(HIDDEN, WEIGHT), temperature=-EACH),
+        lambda: CE(group=group)(negative, HIDDEN, LABELS),
+        lambda: SimPO(group=group)(negative, HIDDEN, LABELS),
     ):
         with pytest.raises(ValueError, match="positive and finite"):
             call()
 
 
 def test_numbers_of_numpy_are_numbers_and_bools_are_not():
-    hidden, weight, labels = good()
     for number in (np.float32(0.5), np.float64(0.5)):
         for build in (
-            lambda x: DPO(use_ref_model=False, beta=x, softcap=x)(weight, hidden, labels)[0],
-            lambda x: CE(label_smoothing=x, temperature=x)(weight, hidden, labels),
-            lambda x: JSD(beta=x)(weight, hidden, labels, Teacher(hidden, weight))[0],
-            lambda x: linear_logps(hidden, weight, labels, logit_scale=x, chunk_size=np.int64(2)),
-            lambda x: F.grpo_loss(hidden[..., 0], ONES, labels >= 0, beta=x, epsilon_low=x),
+            lambda x: DPO(use_ref_model=False, beta=x, softcap=x)(WEIGHT, HIDDEN, LABELS)[0],
+            lambda x: CE(label_smoothing=x, temperature=x)(WEIGHT, HIDDEN, LABELS),
+            lambda x: JSD(beta=x)(WEIGHT, HIDDEN, LABELS, Teacher(HIDDEN, WEIGHT))[0],
+            lambda x: linear_logps(HIDDEN, WEIGHT, LABELS, logit_scale=x, chunk_size=np.int64(2)),
+            lambda x: F.grpo_loss(HIDDEN[..., 0], ONES, LABELS >= 0, beta=x, epsilon_low=x),
         ):
             torch.testing.assert_close(build(number), build(0.5))
     for name in ("softcap", "temperature", "logit_scale"):
         with pytest.raises(TypeError, match=f"{name} must be a number, got True"):
-            linear_logps(hidden, weight, labels, **{name: True})
+            linear_logps(HIDDEN, WEIGHT, LABELS, **{name: True})
 
 
 def test_what_is_right_stays_right():
-    hidden, weight, labels = good()
     assert torch.isfinite(functional.dpo_loss(ONES, ONES, ONES[0] * 0, ONES[0] * 0)).all()
-    assert torch.isfinite(policy(hidden, weight, labels, ONES.long())[0])
-    assert linear_logps(hidden, weight, labels, shift=1).shape == labels.shape
+    assert torch.isfinite(policy(HIDDEN, WEIGHT, LABELS, ONES.long())[0])
+    assert linear_logps(HIDDEN, WEIGHT, LABELS, shift=1).shape == LABELS.shape
     logits, types, weights = torch.zeros(4, 5, 61), np.array(["sigmoid", "hinge"]), np.array([1.0, 0.5])
-    JSD()(weight, hidden, labels, TeacherLogits(lambda at: logits.flatten(0, 1)[: len(at)], np.int64(61)))
+    JSD()(WEIGHT, HIDDEN, LABELS, TeacherLogits(lambda at: logits.flatten(0, 1)[: len(at)], np.int64(61)))
     DPO(shift=np.int64(1), compact=np.True_, loss_type=types, loss_weights=weights)
-    linear_logps(hidden, weight, labels, shift=np.int64(1))
+    linear_logps(HIDDEN, WEIGHT, LABELS, shift=np.int64(1))
     assert torch.equal(F.sequence_logps(PER_TOKEN, 3 * MASK.int()), F.sequence_logps(PER_TOKEN, MASK))
     acted = [F.grpo_loss(PER_TOKEN, ONES, MASK, acting=acting) for acting in (MASK, MASK.int())]
     assert torch.equal(*acted)

@@ -22,7 +22,7 @@ from liger_losses.chunked.accelerators.linear_exp import Exponentials, linear_ex
 from liger_losses.chunked.core import stream
 from tests.kernels.cases import DEVICE
 from tests.losses import CE
-from tests.reference import assert_as_exact_as_plain, double, plain_logits, problem, relative_error
+from tests.reference import assert_as_exact_as_plain, double, plain_logits, plain_statistics, problem, relative_error
 from tests.results.test_work import H, V, Work, run
 from tests.results.test_work import inputs as of_losses
 from tests.seam import leave_out_zero_rows, planned_blocks
@@ -135,20 +135,18 @@ def test_selected_columns(transform, options, k):
     each[5], of_label[5] = 0.0, 0.0
     each[7, 1:], of_label[7] = -each[7, :1] / (k - 1), 0.0  # all other columns' gradients are 0
     each[8] *= 1e-4
+    names = ("logp", "selected_logps", "lse")
 
     def losses(s, labels, each, of_label):
         return (each * s.selected_logps).sum(-1) + of_label * s.logp + 0.1 * s.lse
 
     def call():
-        names, given = (
-            ("logp", "selected_logps", "lse"),
-            {"options": EngineOptions(backend="triton", **(options or {}))},
-        )
+        on = {"selected": ids, "options": EngineOptions(backend="triton", **(options or {}))}
         arguments = hidden, Head(weight, bias, transform), labels
         if options is not None:
-            given["token_inputs"] = {"each": each, "of_label": of_label}
-            return linear_token_loss(*arguments, losses, names, selected=ids, **given)[0]
-        s = linear_statistics(*arguments, names, selected=ids, **given)
+            inputs = {"each": each, "of_label": of_label}
+            return linear_token_loss(*arguments, losses, names, token_inputs=inputs, **on)[0]
+        s = linear_statistics(*arguments, names, **on)
         return torch.where(labels >= 0, losses(s, labels, each, of_label), 0.0).sum()
 
     def plain(*leaves):
@@ -156,7 +154,7 @@ def test_selected_columns(transform, options, k):
         logits = wide(plain_logits(*leaves, divisor, transform.logit_scale, transform.softcap))
         log_p, s = logits.log_softmax(-1), SimpleNamespace(lse=logits.logsumexp(-1))
         s.logp, s.selected_logps = log_p.gather(1, known[:, None])[:, 0], log_p.gather(1, ids)
-        return torch.where(labels >= 0, losses(s, labels, each.to(s.lse), of_label.to(s.lse)), 0.0).sum()
+        return torch.where(labels >= 0, losses(s, labels, each, of_label), 0.0).sum()
 
     check(call, plain, hidden, weight, bias)
 
@@ -170,24 +168,21 @@ def test_entropies(by, softcap):
     of_entropy[5], of_logp[6] = 0.0, 0.0
     with torch.no_grad():
         hidden *= torch.logspace(-2, 1.5, 40)[:, None]
-    known, divisor = labels.clamp(min=0), by[:, None] if isinstance(by, torch.Tensor) else by
+    divisor = by[:, None] if isinstance(by, torch.Tensor) else by
 
-    def losses(s, labels, of_entropy, of_logp):
-        return of_entropy * s.entropy + of_logp * s.logp + 0.1 * s.lse
+    def total(s):
+        return (of_entropy * s.entropy + of_logp * s.logp + 0.1 * s.lse).sum()
 
     def call():
         head, names = Head(weight, bias, LogitTransform(by, 1.3, softcap)), ("logp", "entropy", "lse")
         s = linear_statistics(hidden, head, labels, names, metrics="argmax", options=EngineOptions(backend="triton"))
-        loss = torch.where(labels >= 0, losses(s, labels, of_entropy, of_logp), 0.0).sum()
         logits = plain_logits(hidden.float(), weight.float(), bias.float(), divisor, 1.3, softcap)[labels >= 0]
         torch.testing.assert_close(logits.gather(1, s.argmax[labels >= 0, None])[:, 0], logits.amax(-1))
-        return loss
+        return total(s)
 
-    def plain(*leaves):
-        logits = wide(plain_logits(*leaves, divisor, 1.3, softcap))
-        log_p, s = logits.log_softmax(-1), SimpleNamespace(lse=logits.logsumexp(-1))
-        s.logp, s.entropy = log_p.gather(1, known[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
-        return torch.where(labels >= 0, losses(s, labels, of_entropy.to(s.lse), of_logp.to(s.lse)), 0.0).sum()
+    def plain(h, w, b):
+        given = {"temperature": divisor, "logit_scale": 1.3, "softcap": softcap}
+        return total(SimpleNamespace(**plain_statistics(h, w, labels, b, **given)))
 
     check(call, plain, hidden, weight, bias)
 
@@ -199,17 +194,12 @@ def test_entropies_whose_terms_cancel(scale, sure):
     with torch.no_grad():
         rows = weight[(labels + 1) % 90]
         hidden.mul_(scale).add_(sure * rows / rows.norm(dim=1, keepdim=True))
-
-    def plain(*leaves):
-        log_p = wide(plain_logits(*leaves)).log_softmax(-1)
-        return -(log_p.exp() * log_p)[labels >= 0].sum()
+    options = EngineOptions(backend="triton")
 
     def call():
-        return linear_statistics(
-            hidden, weight, labels, "entropy", options=EngineOptions(backend="triton")
-        ).entropy.sum()
+        return linear_statistics(hidden, weight, labels, "entropy", options=options).entropy.sum()
 
-    check(call, plain, hidden, weight)
+    check(call, lambda h, w: plain_statistics(h, w, labels)["entropy"].sum(), hidden, weight)
 
 
 @pytest.mark.parametrize(("name", "times"), [("logp", 1), ("entropy", 0)])

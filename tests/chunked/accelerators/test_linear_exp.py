@@ -12,10 +12,10 @@ from liger_losses.kernels._triton import INTERPRETED
 from liger_losses.kernels.logit_transform import Epilogue, LogitTransform
 from liger_losses.kernels.softmax_stats import softmax_statistics
 from tests.chunked.core.test_plan import CALL
-from tests.kernels.cases import DEVICE, TRANSFORMS_OF_HEAD, head
-from tests.kernels.conftest import loads  # noqa: F401
-from tests.reference import peak_bytes
+from tests.kernels.cases import DEVICE
+from tests.reference import peak_bytes, problem
 
+pytestmark = pytest.mark.usefixtures("default_gpu")
 pytest.importorskip("triton")
 
 
@@ -26,11 +26,14 @@ def empty(tokens, *names):
     return Exponentials(*memory[:-1], None if memory[-1] is None else torch.zeros_like(memory[-1], dtype=torch.int64))
 
 
-@pytest.mark.usefixtures("loads", "products_of_one_order")
-def test_tiles_of_all_groups_are_summed(monkeypatch):
-    """Groups of row tiles of which the last one is smaller, and more tokens than one launch takes."""
+@pytest.mark.parametrize("tma", [True, False])
+@pytest.mark.usefixtures("small_tiles", "products_of_one_order")
+def test_tiles_of_all_groups_are_summed(tma, monkeypatch):
+    """Groups of row tiles of which the last one is smaller, and more tokens than one launch takes. Tiles are loaded by
+    the tensor memory accelerator, as on Hopper, and through pointers, as elsewhere."""
+    monkeypatch.setattr("liger_losses.chunked.accelerators.tiles.has_tma", lambda device: tma)
     tokens, columns = (40, 70) if INTERPRETED else (300, 520)
-    hidden, weight, labels, _, _ = head(tokens, 16, columns, torch.bfloat16)
+    hidden, weight, labels, _ = problem(tokens, 16, columns, dtype=torch.bfloat16, masked=0.0)
     epilogue = Epilogue(LogitTransform(torch.linspace(0.5, 2.0, tokens, device=DEVICE)))
     monkeypatch.setattr(linear_exp, "_GROUP", 2)
     logits = epilogue(hidden.double() @ weight.double().t())
@@ -49,12 +52,14 @@ def test_tiles_of_all_groups_are_summed(monkeypatch):
 @pytest.mark.parametrize("metrics", [set(), {"argmax"}, {"entropy", "mean_logit"}, {"argmax", "entropy", "mean_logit"}])
 def test_plans_have_room_for_the_sums_of_tiles(metrics):
     call = replace(CALL, hidden_size=16, columns=16384, metrics=frozenset(metrics))
-    hidden, weight, labels, _, _ = head(256, 16, 16384, torch.bfloat16)
+    hidden, weight, labels, _ = problem(256, 16, 16384, dtype=torch.bfloat16, masked=0.0)
     values = empty(256, "offset", "lse", "logp", *metrics)
     assert peak_bytes(lambda: linear_exponentials(hidden, weight, labels, values)) <= 256 * unstored.row_bytes(call)
 
 
-@pytest.mark.parametrize("transform", TRANSFORMS_OF_HEAD, ids=str)
+@pytest.mark.parametrize(
+    "transform", [LogitTransform(), LogitTransform(0.7, 1.2), LogitTransform(0.7, 1.2, 8.0)], ids=str
+)
 def test_scales_of_exponentials(transform):
     logp = -torch.tensor([1e-12, 1e-5, 0.3, 5.0, 80.0, 200.0], device=DEVICE)
     of_logp, of_lse = (torch.linspace(start, 2.0, 6, device=DEVICE) for start in (-2.0, -0.5))
@@ -80,11 +85,8 @@ def test_confident_tokens_are_exact():
     hidden = torch.tensor([[8.0]], dtype=torch.bfloat16, device=DEVICE)
     weight = torch.tensor([[4.0], [0.0], [0.0]], dtype=torch.bfloat16, device=DEVICE)
     labels = torch.zeros(1, dtype=torch.int64, device=DEVICE)
-    epilogue, found, unlikely = (
-        Epilogue(bias=torch.tensor([0.0, 0.0, float("-inf")], device=DEVICE)),
-        empty(1),
-        empty(1),
-    )
+    epilogue = Epilogue(bias=torch.tensor([0.0, 0.0, -torch.inf], device=DEVICE))
+    found, unlikely = empty(1), empty(1)
     linear_exponentials(hidden, weight, labels, found, epilogue)
     assert abs(found.logp.item() / -1.2664165549e-14 - 1) < 1e-4
     assert abs(found.entropy.item() / (33 * 1.2664165549e-14) - 1) < 1e-4

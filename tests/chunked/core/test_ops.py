@@ -72,8 +72,8 @@ def test_token_inputs_of_any_name(name):
 # --- Temperatures of tokens -------------------------------------------------------------------------------------------
 
 
-def temperatures(shape, seed=5, dtype=torch.float32):
-    return (0.4 + 1.6 * torch.rand(shape, generator=torch.Generator().manual_seed(seed))).to(dtype)
+def temperatures(shape):
+    return 0.4 + 1.6 * torch.rand(shape, generator=torch.Generator().manual_seed(5))
 
 
 def test_in_the_places_of_other_heads():

@@ -78,14 +78,14 @@ def test_a_token_that_is_not_finite(plans):
 # --- Rows of quantized weights are those of the package that made them ------------------------------------------------
 
 
-def assert_rows_are(whole, found, tolerance=1e-6):
+def assert_rows_are(whole, found):
     assert found.shape == (V, H)
     for start, stop in ((0, V), (0, 1), (17, 18), (31, 101), (len(whole) - 1, len(whole))):
         rows = found.rows(start, stop)
         assert rows.is_floating_point()
-        torch.testing.assert_close(rows.float(), whole[start:stop].float(), rtol=tolerance, atol=tolerance / 10)
+        torch.testing.assert_close(rows.float(), whole[start:stop].float(), rtol=1e-6, atol=1e-7)
     part = found.part(30, 90).rows(5, 20)
-    torch.testing.assert_close(part.float(), whole[35:50].float(), rtol=tolerance, atol=tolerance / 10)
+    torch.testing.assert_close(part.float(), whole[35:50].float(), rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("name", LAYERS)

@@ -15,7 +15,6 @@ from tests.losses import CE
 from tests.reference import problem
 
 MiB, GiB = 2**20, 2**30
-H200 = int(139.8 * GiB)
 
 
 @pytest.fixture(autouse=True)

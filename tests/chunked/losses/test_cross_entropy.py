@@ -1,13 +1,10 @@
-"""Cross-entropy beside its golden results: weights of tokens and classes, and batches of nothing."""
-
-import math
+"""Cross-entropy beside its golden results: weights of tokens and classes."""
 
 import pytest
 import torch
 
-from liger_losses.chunked.losses.cross_entropy import TOKEN_SCALINGS
 from tests.losses import CE
-from tests.reference import assert_close_gradients, double, problem
+from tests.reference import double, problem
 from tests.results.test_work import Work
 from tests.seam import leave_out_zero_rows
 
@@ -29,49 +26,6 @@ def test_tokens_of_weight_0_have_no_products_of_gradients():
             CE(return_token_accuracy=True)(weight, hidden, labels, token_weights=weights).loss.backward()
         flops.append(work.flops)
     assert flops[1] < 0.6 * flops[0]
-
-
-#: What a token's loss is multiplied by (arXiv:2508.05629, 2508.11408, 2601.02151), from all log-probabilities and the
-#: label's.
-SCALINGS = {
-    "probability": lambda log_p, logp: logp.exp(),
-    "uncertainty": lambda log_p, logp: logp.exp() * (1 - logp.exp()),
-    "entropy": lambda log_p, logp: (
-        torch.distributions.Categorical(logits=log_p.topk(20).values).entropy() / math.log(20)
-    ),
-}
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("scaling", [name for name in TOKEN_SCALINGS if name != "none"])
-def test_token_scaling(scaling, reduction):
-    """Of sure tokens too, and of a batch without labels."""
-    for scale in (1.0, 60.0):
-        hidden, weight, labels, _ = problem(dtype=torch.float64, scale=scale)
-        log_p, mask = (hidden @ weight.t()).log_softmax(-1), labels >= 0
-        logp = log_p.gather(-1, labels.clamp(min=0)[:, None])[:, 0]
-        losses = torch.where(mask, -SCALINGS[scaling](log_p.detach(), logp.detach()) * logp, 0.0)
-        expected = losses.sum() / (mask.sum() if reduction == "mean" else 1)
-        loss = CE(token_scaling=scaling, reduction=reduction)(weight, hidden, labels)
-        torch.testing.assert_close(
-            loss if reduction == "none" else loss[None], losses if reduction == "none" else expected[None]
-        )
-        assert_close_gradients(loss.sum(), expected, (hidden, weight))
-    nothing = CE(token_scaling=scaling)(weight, hidden, torch.full_like(labels, -100))
-    assert nothing == 0
-    assert not any(g.any() for g in torch.autograd.grad(nothing, (hidden, weight)))
-
-
-@pytest.mark.parametrize("share", [0.1, 1.0])
-def test_smoothing_over_the_others(share):
-    """Megatron-core's: the label has ``1 - share``, and each other entry an equal part of the rest."""
-    hidden, weight, labels, _ = problem(dtype=torch.float64)
-    log_p, mask = (hidden @ weight.t()).log_softmax(-1), labels >= 0
-    soft = torch.full_like(log_p, share / (len(weight) - 1)).scatter(1, labels.clamp(min=0)[:, None], 1 - share)
-    expected = -((soft * log_p).sum(1) * mask).sum() / mask.sum()
-    loss = CE(label_smoothing=share, smooths_others=True)(weight, hidden, labels)
-    torch.testing.assert_close(loss, expected)
-    assert_close_gradients(loss, expected, (hidden, weight))
 
 
 @pytest.mark.parametrize("heads", [1, 2])

@@ -13,7 +13,6 @@ from tests.reference import assert_close_gradients, plain_statistics, problem
 
 B, T, H, V = 3, 9, 12, 37
 BETA = 0.3
-ONES = torch.ones(2, dtype=torch.int64)
 
 
 def batch(seed=0, dtype=torch.float64, scale=1.0):

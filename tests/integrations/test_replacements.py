@@ -22,6 +22,7 @@ def framework(tmp_path, monkeypatch):
     """Writes a framework's modules, by their names, where Python finds them."""
     before = set(sys.modules)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
 
     def write(**sources):
         for name, source in sources.items():
@@ -37,6 +38,15 @@ def framework(tmp_path, monkeypatch):
 
 def replacements(*places):
     return Replacements("Pytest", pytest.__version__, *places)
+
+
+def importing(name):
+    """A thread that has begun to import a module."""
+    thread = threading.Thread(target=importlib.import_module, args=(name,))
+    thread.start()
+    while name not in sys.modules:
+        time.sleep(0.001)
+    return thread
 
 
 def test_names_are_replaced_when_they_are_imported(framework):
@@ -87,10 +97,7 @@ def test_names_of_a_module_that_is_being_imported(framework):
         }
     )
     ours = replacements(Place("fw.slow", "head", lambda original: original + 1))
-    thread = threading.Thread(target=importlib.import_module, args=("fw.slow",))
-    thread.start()
-    while "fw.slow" not in sys.modules:
-        time.sleep(0.001)
+    thread = importing("fw.slow")
     ours.install()
     thread.join()
     assert sys.modules["fw.slow"].head == 2
@@ -125,22 +132,15 @@ def test_an_integration_says_that_it_is_active_and_which_versions_were_tested(ca
             announce(name, "0.1", "the tests")
 
 
-def test_another_finder_that_asks_all_the_others(tmp_path, monkeypatch):
+def test_another_finder_that_asks_all_the_others(framework):
     """Import hooks of two packages may each ask the finders around them, and wrap the same loader."""
-    (tmp_path / "awaited.py").write_text("")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
-    found = []
-    spec = importlib.util.find_spec(imports.__name__)
-    for another in (imports, importlib.util.module_from_spec(spec)):
-        if another is not imports:
-            spec.loader.exec_module(another)
-        another.when_imported("awaited", found.append)
-    try:
-        module = importlib.import_module("awaited")
-        assert found == [module, module]
-    finally:
-        del sys.modules["awaited"]
+    framework(**{"fw.calls": ""})
+    spec, found = importlib.util.find_spec(imports.__name__), []
+    another = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(another)
+    for module in (imports, another):
+        module.when_imported("fw.calls", found.append)
+    assert [importlib.import_module("fw.calls")] * 2 == found
 
 
 class AsksAllOthers:
@@ -151,53 +151,37 @@ class AsksAllOthers:
         return next(filter(None, others), None) if name.startswith("fw") else None
 
 
-@pytest.mark.parametrize("place", [0, 1, -1])
-def test_a_finder_that_asks_all_others_and_does_not_know_that_it_is_asked(framework, monkeypatch, place):
-    framework(**{"fw.calls": ""})
-    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
-    imported = []
-    imports.when_imported("fw.calls", imported.append)
-    sys.meta_path.insert(place, AsksAllOthers())
-    module = importlib.import_module("fw.calls")
-    assert imported == [module]
+#: A finder of Python before 3.4, which nobody asks.
+OLD = SimpleNamespace(find_module=lambda *_: None)
 
 
 @pytest.mark.filterwarnings("ignore::ImportWarning")
-def test_a_finder_of_old_python_is_passed_over(framework, monkeypatch):
+@pytest.mark.parametrize(("place", "finder"), [*((i, AsksAllOthers()) for i in (0, 1, -1)), (1, OLD)])
+def test_finders_that_do_not_know_that_they_are_asked(framework, place, finder):
     framework(**{"fw.calls": ""})
-    monkeypatch.setattr(sys, "meta_path", [SimpleNamespace(find_module=lambda *_: None), *sys.meta_path])
     imported = []
     imports.when_imported("fw.calls", imported.append)
-    module = importlib.import_module("fw.calls")
-    assert imported == [module]
+    sys.meta_path.insert(place, finder)
+    assert [importlib.import_module("fw.calls")] == imported
 
 
+@pytest.mark.usefixtures("framework")
 def test_modules_of_one_loader_are_told_apart(tmp_path, monkeypatch):
     with zipfile.ZipFile(tmp_path / "archive.zip", "w") as archive:
         for name in ("fw_awaited", "fw_other"):
             archive.writestr(f"{name}.py", "")
     monkeypatch.syspath_prepend(tmp_path / "archive.zip")
-    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
     imported = []
     imports.when_imported("fw_awaited", imported.append)
-    try:
-        assert importlib.util.find_spec("fw_awaited")  # as packages ask whether another is installed
-        importlib.import_module("fw_other")
-        assert imported == []
-        module = importlib.import_module("fw_awaited")
-        assert imported == [module]
-    finally:
-        for name in ("fw_awaited", "fw_other"):
-            sys.modules.pop(name, None)
+    assert importlib.util.find_spec("fw_awaited")  # as packages ask whether another is installed
+    importlib.import_module("fw_other")
+    assert imported == []
+    assert [importlib.import_module("fw_awaited")] == imported
 
 
 def test_a_module_that_another_thread_imports_now_is_whole(framework):
     framework(**{"fw.calls": "import time\ntime.sleep(0.3)\ndef head(): pass"})
-    thread = threading.Thread(target=importlib.import_module, args=("fw.calls",))
-    thread.start()
-    while "fw.calls" not in sys.modules:
-        time.sleep(0.01)
-    whole = []
+    thread, whole = importing("fw.calls"), []
     imports.when_imported("fw.calls", lambda module: whole.append(hasattr(module, "head")))
     thread.join()
     assert whole == [True]

@@ -4,8 +4,8 @@ import copy
 import functools
 import inspect
 import pickle
-import threading
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -136,64 +136,62 @@ class OfParent(nn.Module):
         return self.part.turned(q, angles)
 
 
-def rotations_computed(monkeypatch):
+@pytest.fixture
+def computed(monkeypatch):
     """A list that grows by one for each call of the kernel."""
-    computed = []
-    compute = Rotation.compute
-    monkeypatch.setattr(Rotation, "compute", lambda *args, **kwargs: computed.append(0) or compute(*args, **kwargs))
-    return computed
+    calls, compute = [], Rotation.compute
+    monkeypatch.setattr(Rotation, "compute", lambda *args, **kwargs: calls.append(0) or compute(*args, **kwargs))
+    return calls
 
 
 KINDS = [(Direct, 1), (ThroughHelper, 2), (Decorated, 1), (OtherMethod, 3), (OfParent, 1)]
+#: A query, and cosines and sines of its angles.
+GIVEN = torch.randn(2, 3, 5, 16), torch.randn(2, 2, 5, 16).unbind()
 
 
 @pytest.mark.parametrize(("kind", "calls"), KINDS)
-def test_methods_that_rotate_are_replaced(monkeypatch, kind, calls):
-    q, angles = torch.randn(2, 3, 5, 16), (torch.randn(2, 5, 16), torch.randn(2, 5, 16))
+def test_methods_that_rotate_are_replaced(computed, kind, calls):
     module, plain = kind(), kind()
-    expected = plain(q, angles)
+    expected = plain(*GIVEN)
     report = patch(module, loss_head=False)
     assert report.counts == {"rope": 1}
     assert inspect.signature(module.forward) == inspect.signature(plain.forward)
     for patched in (module, copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
-        with monkeypatch.context() as within:
-            computed = rotations_computed(within)
-            marked.clear()
-            torch.testing.assert_close(patched(q, angles), expected)
-            assert len(computed) == calls
-            assert marked == ["forward"] * (kind is Decorated)
-            plain(q, angles)
-            assert len(computed) == calls
+        computed.clear()
+        marked.clear()
+        torch.testing.assert_close(patched(*GIVEN), expected)
+        assert len(computed) == calls
+        assert marked == ["forward"] * (kind is Decorated)
+        plain(*GIVEN)
+        assert len(computed) == calls
         unpatch(patched)
         assert type(patched) is kind
-        assert torch.equal(patched(q, angles), expected)
+        assert torch.equal(patched(*GIVEN), expected)
 
 
-def test_a_file_that_is_not_imported_by_its_name(monkeypatch):
+def test_a_file_that_is_not_imported_by_its_name(computed):
     """As of code that comes with a model, which may be in no list of modules."""
     file = types.ModuleType("not_imported")
     vars(file).update(nn=nn, apply_rotation=_rotation())
     for kind in (Direct, OtherMethod):
         exec(inspect.getsource(kind), vars(file))
-    q, angles = torch.randn(2, 3, 5, 16), (torch.randn(2, 5, 16), torch.randn(2, 5, 16))
     module, function = file.OtherMethod(), file.apply_rotation
-    expected = module(q, angles)
+    expected = module(*GIVEN)
     assert patch(module, loss_head=False).counts == {"rope": 1}
-    computed = rotations_computed(monkeypatch)
-    torch.testing.assert_close(copy.deepcopy(module)(q, angles), expected)
+    computed.clear()
+    torch.testing.assert_close(copy.deepcopy(module)(*GIVEN), expected)
     assert len(computed) == 3
     assert file.apply_rotation is function
 
 
 def test_a_forward_that_was_replaced_stays(monkeypatch):
-    q, angles = torch.randn(2, 3, 5, 16), (torch.randn(2, 5, 16), torch.randn(2, 5, 16))
     module = nn.ModuleList([Direct(), Direct()])
     module[0].forward = lambda q, angles: "its own"
     (left,) = patch(module, loss_head=False).left
     assert (left.path, left.class_name, left.reason) == ("0", "Direct", "its forward was replaced on the instance")
-    assert module[0](q, angles) == "its own"
+    assert module[0](*GIVEN) == "its own"
     monkeypatch.setattr(Direct, "forward", lambda self, q, angles: "of the class")
-    assert module[1](q, angles) == "of the class"
+    assert module[1](*GIVEN) == "of the class"
 
 
 def test_a_compiled_attention_rotates_by_its_own_function(nothing_compiled):
@@ -215,34 +213,28 @@ def test_a_compiled_attention_rotates_by_its_own_function(nothing_compiled):
 
 def test_another_thread_may_rotate_in_the_meantime(monkeypatch):
     """It gets what the function computes, and the function is back afterwards."""
-    q, angles = torch.randn(2, 3, 5, 16), (torch.randn(2, 5, 16), torch.randn(2, 5, 16))
     module, plain, found = ThroughHelper(), ThroughHelper(), []
-    expected = plain(q, angles)
+    expected, compute = plain(*GIVEN), Rotation.compute
     patch(module, loss_head=False)
-    compute = Rotation.compute
 
     def interrupted(*args, **kwargs):
-        for other in (plain, module) if not found else ():
-            found.append(None)
-            thread = threading.Thread(target=lambda other=other: found.append(other(q, angles)))
-            thread.start()
-            thread.join()
+        monkeypatch.setattr(Rotation, "compute", compute)
+        found.extend(ThreadPoolExecutor(1).submit(other, *GIVEN).result() for other in (plain, module))
         return compute(*args, **kwargs)
 
     monkeypatch.setattr(Rotation, "compute", interrupted)
-    found.append(module(q, angles))
-    for result in filter(lambda x: x is not None, found):
-        torch.testing.assert_close(result, expected)
+    found.append(module(*GIVEN))
+    torch.testing.assert_close(found, [expected] * 3)
     assert apply_rotation is ROTATION
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointing_rotates_again_by_the_kernel(monkeypatch, reentrant):
+def test_checkpointing_rotates_again_by_the_kernel(computed, reentrant):
     model = model_zoo.build("llama")
     inputs = model_zoo.inputs_of(model)
     expected = loss_and_grads(model, inputs)[1]
     patch(model, loss_head=False)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    computed = rotations_computed(monkeypatch)
+    computed.clear()
     assert difference(loss_and_grads(model, inputs)[1], expected)[0] <= 1
     assert len(computed) == 8

@@ -70,18 +70,24 @@ def saved_model(tmp_path):
     return tmp_path
 
 
+def files_of(folder):
+    """Arguments that name the files of :func:`saved_model`, and where an example writes."""
+    return [f"--model={folder}/model", f"--output={folder}/out", f"--dataset={folder}/pairs.jsonl"]
+
+
+_DEMO = ["--steps=4", "--batch-size=2", "--held-out=4", "--learning-rate=1e-2"]
+
+
 def test_the_demo_trains_as_plain_trl_does(saved_model, run_here, monkeypatch):
     """Both of its runs, and what it says of them; each is a process of its own there."""
     out = saved_model / "out"
-    arguments = [f"--model={saved_model / 'model'}", f"--dataset={saved_model / 'pairs.jsonl'}", f"--output={out}"]
-    arguments += ["--steps=4", "--compare-steps=3", "--batch-size=2", "--held-out=4", "--learning-rate=1e-2"]
 
     def run_worker(command):
         run_here("trl_dpo", *command[2:])
         return mock.Mock(returncode=0)
 
     monkeypatch.setattr(subprocess, "run", run_worker)
-    printed = run_here("trl_dpo", *arguments, "--lengths")
+    printed = run_here("trl_dpo", *files_of(saved_model), *_DEMO, "--compare-steps=3", "--lengths")
     ours, plain = (json.loads((out / f"{worker}.json").read_text()) for worker in ("liger_losses", "plain_trl"))
     assert (len(ours["loss"]), len(plain["loss"])) == (4, 3)
     for name in ("loss", "margin"):
@@ -104,42 +110,25 @@ def test_both_sides_of_longer_pairs_have_one_loss(load, tmp_path):
     assert (tmp_path / "new" / "plot.png").read_bytes()[1:4] == b"PNG"
 
 
-_TRAINED, _GENERATED = ["--steps", "2", "--batch-size", "4"], ["--steps", "2", "--group", "2", "--new-tokens", "4"]
-_OTHER_LOSS = [*_GENERATED, "--steps", "1", "--loss-type", "grpo", "--top-p", "0.9"]
-_OWN_HEADS = [*_TRAINED, "--own-heads", "--prompts", "2", "--new-tokens", "4"]
-_SHORT_TEXTS = [
-    "--steps",
-    "2",
-    "--batch-size",
-    "4",
-    "--pretraining",
-    "6",
-    "--length",
-    "12",
-    "--top-k",
-    "16",
-    "--tail",
-    "none",
-]
-_FILES = [("--model", "model"), ("--output", "out"), ("--dataset", "pairs.jsonl")]
+_TRAINED, _GENERATED = "--steps=2 --batch-size=4", "--steps=2 --group=2 --new-tokens=4"
+_SHORT_TEXTS = f"{_TRAINED} --pretraining=6 --length=12 --top-k=16 --tail=none"
 #: By example: of which files it takes the first, arguments, and what it prints.
 RUNS = [
-    ("custom_loss", 0, [], "Cal-DPO"),
+    ("custom_loss", 0, "", "Cal-DPO"),
     ("kto", 3, _TRAINED, "mean reward of held-out completions"),
-    ("distill", 3, [*_TRAINED, "--layers", "2"], "student's perplexity of held-out text"),
-    ("medusa", 3, _OWN_HEADS, "tokens per step of decoding"),
+    ("distill", 3, f"{_TRAINED} --layers=2", "student's perplexity of held-out text"),
+    ("medusa", 3, f"{_TRAINED} --own-heads --prompts=2 --new-tokens=4", "tokens per step of decoding"),
     ("grpo", 2, _GENERATED, "mean reward of the first three steps"),
-    ("grpo", 2, _OTHER_LOSS, "step   1"),
+    ("grpo", 2, f"{_GENERATED} --steps=1 --loss-type=grpo --top-p=0.9", "step   1"),
     ("trl_grpo", 2, _GENERATED, "mean reward of the first three steps"),
-    ("trl_distill", 3, [*_TRAINED, "--layers", "2", "--new-tokens", "4"], "student's perplexity of held-out text"),
+    ("trl_distill", 3, f"{_TRAINED} --layers=2 --new-tokens=4", "student's perplexity of held-out text"),
     ("on_policy_distillation", 0, _SHORT_TEXTS, "KL(student, teacher) on held-out text"),
 ]
 
 
 @pytest.mark.parametrize(("name", "files", "arguments", "expected"), RUNS)
 def test_the_examples_run(saved_model, run_here, name, files, arguments, expected):
-    paths = [part for option, file in _FILES[:files] for part in (option, saved_model / file)]
-    printed = run_here(name, *paths, *arguments)
+    printed = run_here(name, *files_of(saved_model)[:files], *arguments.split())
     assert expected in printed
     assert "nan" not in printed
 
@@ -147,8 +136,7 @@ def test_the_examples_run(saved_model, run_here, name, files, arguments, expecte
 @pytest.mark.slow
 def test_distillation_from_files(saved_model, run_here, tmp_path):
     """The teacher of an earlier process: the losses are those of the teacher beside the student, but for bf16."""
-    common = ["--model", saved_model / "model", "--output", saved_model / "out", "--steps", "2", "--batch-size", "4"]
-    common += ["--dataset", saved_model / "pairs.jsonl", "--layers", "2"]
+    common = [*files_of(saved_model), *_TRAINED.split(), "--layers=2"]
     modes = [], ["--save-teacher", tmp_path], ["--teacher", tmp_path]
     beside, saved, files = (run_here("distill", *common, *more) for more in modes)
     assert "bytes a token" in saved
@@ -198,9 +186,8 @@ def test_dpo_with_fsdp2_on_two_processes(tmp_path, backend):
 def test_the_demo_on_two_processes(saved_model):
     """They train with DDP on a CPU, where accelerate has no FSDP."""
     pytest.importorskip("trl", reason="TRL is not installed")
-    files = (f"--model={saved_model / 'model'}", f"--dataset={saved_model / 'pairs.jsonl'}")
-    steps = ("--steps=4", "--batch-size=2", "--held-out=4", "--learning-rate=1e-2", f"--output={saved_model / 'out'}")
-    losses = losses_in(two_processes(saved_model, "trl_dpo", *files, *steps, ACCELERATE_USE_CPU="true"))
+    arguments = [*files_of(saved_model), *_DEMO]
+    losses = losses_in(two_processes(saved_model, "trl_dpo", *arguments, ACCELERATE_USE_CPU="true"))
     assert len(losses) == 4
     assert losses[0] == pytest.approx(0.6931, abs=1e-4)
     assert losses[0] != losses[-1]

@@ -8,6 +8,10 @@ import warnings
 import pytest
 import torch
 
+from liger_losses import patch
+
+#: Replaces a model's last layer and loss alone.
+patch_head = functools.partial(patch, norms=False, mlps=False, rope=False)
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
 SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 1}
 
@@ -27,6 +31,13 @@ def small(family="Llama", kind="ForCausalLM", **options):
 def _made(config, model, *options):
     """The model, and the random state after it: making one takes three times as long as copying it."""
     return model(config(**SIZES | dict(options))), torch.get_rng_state()
+
+
+def ids_and_labels(low, high, *shape, seed=0):
+    """Drawn ids, and labels of which three tenths do not count."""
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.randint(low, high, shape, generator=g)
+    return ids, ids.masked_fill(torch.rand(shape, generator=g) < 0.3, -100)
 
 
 def randomised(module):

@@ -4,9 +4,9 @@ import contextlib
 import copy
 import functools
 import pickle
-import threading
 import types
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -16,16 +16,15 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.coverage.patches import loss_and_grads
-from liger_losses import patch, unpatch
+from liger_losses import unpatch
 from liger_losses.patching import loss_head
 from liger_losses.patching.loss_head import pending_logits
 from liger_losses.patching.pending import PendingLogits
-from tests.models import adapted, small, without_logits
+from tests.models import adapted, patch_head, small, without_logits
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 B, T, H, V = 3, 12, 16, 97
-patch_head = functools.partial(patch, norms=False, mlps=False, rope=False)
 
 
 def llama(tied=False, **options):
@@ -40,6 +39,12 @@ def batch():
 def step(model, **options):
     """The loss and the gradients of a step."""
     return loss_and_grads(model, batch() | options)
+
+
+def plain_and_patched(change=lambda model: model):
+    plain, patched = change(llama()), change(llama())
+    patch_head(patched)
+    return plain, patched
 
 
 assert_same = functools.partial(torch.testing.assert_close, rtol=1e-4, atol=1e-6)
@@ -139,10 +144,7 @@ def test_a_trainer_computes_its_loss_without_logits(name, wrapped, tmp_path, one
     settings, options = KEPT_BACK[name]
     rows = [{key: value[i % B] for key, value in batch().items()} for i in range(8)]
     found = []
-    for patched in (False, True):
-        model = llama()
-        if patched:
-            patch_head(model)
+    for model in plain_and_patched():
         arguments = transformers.TrainingArguments(
             str(tmp_path), per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=2, use_cpu=True,
             learning_rate=1e-2, logging_steps=1, report_to=[], save_strategy="no", disable_tqdm=True, **settings,
@@ -151,7 +153,7 @@ def test_a_trainer_computes_its_loss_without_logits(name, wrapped, tmp_path, one
         if wrapped:
             unused = DistributedDataParallel(model, find_unused_parameters=True)
             monkeypatch.setattr(trainer, "_wrap_model", lambda *_, unused=unused, **__: unused)
-        with without_logits() if patched else contextlib.nullcontext():
+        with without_logits():
             trainer.train()
         log = [(row["loss"], row["grad_norm"]) for row in trainer.state.log_history if "grad_norm" in row]
         found.append((torch.tensor(log), {key: p.detach() for key, p in model.named_parameters()}))
@@ -201,34 +203,34 @@ def around_forward(model):
     return model
 
 
-#: A change, and whether the model's embeddings are tied.
+#: What changes a head; of a model whose embeddings are tied if the name says so.
 CHANGES = {
-    "none": (lambda model: model, False),
-    "none, tied": (lambda model: model, True),
-    "resized": (resize, False),
-    "resized, tied": (resize, True),
-    "LoRA": (adapter("q_proj", "lm_head"), False),
-    "LoRA, bias": (adapter("q_proj", "lm_head", lora_bias=True), False),
-    "LoRA, merged": (unloaded, False),
-    "modules_to_save": (adapter("q_proj", modules_to_save=["lm_head"]), False),
-    "modules_to_save, tied": (adapter("q_proj", modules_to_save=["lm_head", "embed_tokens"]), True),
-    "trainable tokens": (adapter("q_proj", trainable_token_indices={"lm_head": [3, 4]}), False),
-    "trainable tokens, tied": (adapter("q_proj", trainable_token_indices=[3, 4]), True),
-    "scaled, without its bias": (on_instance(lambda head, x: F.linear(x, head.weight) * 2 / 3), False),
-    "in fp32": (on_instance(lambda head, x: F.linear(x.float(), head.weight.float())), False),
-    "in fp64 and back": (on_instance(lambda head, x: F.linear(x.double(), head.weight.double()).to(x.dtype)), False),
-    "with a weight of its own": (on_instance(lambda head, x: F.linear(x, head.weight * 2, bias=head.bias)), False),
-    "of other hidden states": (on_instance(lambda head, x: nn.Linear.forward(head, x.detach() + x)), False),
-    "a trained scale of each vocabulary entry": (scale_of_entries, False),
-    "weight norm": (weight_norm, False),
-    "a forward around the model's": (around_forward, False),
+    "none": lambda model: model,
+    "none, tied": lambda model: model,
+    "resized": resize,
+    "resized, tied": resize,
+    "LoRA": adapter("q_proj", "lm_head"),
+    "LoRA, bias": adapter("q_proj", "lm_head", lora_bias=True),
+    "LoRA, merged": unloaded,
+    "modules_to_save": adapter("q_proj", modules_to_save=["lm_head"]),
+    "modules_to_save, tied": adapter("q_proj", modules_to_save=["lm_head", "embed_tokens"]),
+    "trainable tokens": adapter("q_proj", trainable_token_indices={"lm_head": [3, 4]}),
+    "trainable tokens, tied": adapter("q_proj", trainable_token_indices=[3, 4]),
+    "scaled, without its bias": on_instance(lambda head, x: F.linear(x, head.weight) * 2 / 3),
+    "in fp32": on_instance(lambda head, x: F.linear(x.float(), head.weight.float())),
+    "in fp64 and back": on_instance(lambda head, x: F.linear(x.double(), head.weight.double()).to(x.dtype)),
+    "with a weight of its own": on_instance(lambda head, x: F.linear(x, head.weight * 2, bias=head.bias)),
+    "of other hidden states": on_instance(lambda head, x: nn.Linear.forward(head, x.detach() + x)),
+    "a trained scale of each vocabulary entry": scale_of_entries,
+    "weight norm": weight_norm,
+    "a forward around the model's": around_forward,
 }
 
 
 @pytest.mark.parametrize("patched_first", [True, False])
 @pytest.mark.parametrize("name", CHANGES)
 def test_changed_heads_take_no_logits(name, patched_first):
-    change, tied = CHANGES[name]
+    change, tied = CHANGES[name], "tied" in name
     expected = step(change(llama(tied)).train())
     model = llama(tied)
     if patched_first:
@@ -280,11 +282,9 @@ COMPUTED = {
 @pytest.mark.filterwarnings("ignore:.*needs the values")
 @pytest.mark.parametrize("name", COMPUTED)
 def test_heads_that_do_more_compute_their_logits(name):
-    expected = step(COMPUTED[name](llama()))
-    model = COMPUTED[name](llama())
-    patch_head(model)
+    plain, patched = plain_and_patched(COMPUTED[name])
     with pytest.warns(RuntimeWarning, match="computes its logits.*: it does more than to multiply by a weight"):
-        assert_same(step(model), expected)
+        assert_same(step(patched), step(plain))
 
 
 REGISTER = {
@@ -298,8 +298,7 @@ REGISTER = {
 
 @pytest.mark.parametrize("name", REGISTER)
 def test_backward_hooks_get_the_gradient_of_the_logits(name):
-    plain, patched, found = llama(), llama(), []
-    patch_head(patched)
+    (plain, patched), found = plain_and_patched(), []
     for model in (plain, patched):
         handle = REGISTER[name](model.lm_head, lambda gradient: found.append(gradient.clone()) and None)
         with pytest.warns(RuntimeWarning, match="backward hooks") if model is patched else contextlib.nullcontext():
@@ -314,10 +313,8 @@ def test_backward_hooks_get_the_gradient_of_the_logits(name):
 def test_a_head_that_cannot_be_prepared_any_more_is_reported_once():
     model = llama()
     patch_head(model)
-    head, model.lm_head = model.lm_head, nn.Sequential()
-    model.lm_head = nn.ModuleList([head])
-    model.lm_head.weight = head.weight
-    model.lm_head.forward = head.forward
+    head, model.lm_head = model.lm_head, nn.ModuleList([model.lm_head])
+    model.lm_head.weight, model.lm_head.forward = head.weight, head.forward
     model.lm_head.register_full_backward_hook(lambda *_: None)
     with pytest.warns(RuntimeWarning, match=r"was changed after patch\(\).*liger_losses.patch"):
         model(**batch())
@@ -353,13 +350,9 @@ def test_adapters_in_fp32_on_a_head_in_half_precision(bias):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["none", "LoRA", "trainable tokens"])
 def test_autocast(name, dtype):
-    expected, found = [], []
-    for patched, results in ((False, expected), (True, found)):
-        model = CHANGES[name][0](llama().to(dtype))
-        if patched:
-            patch_head(model)
-        with torch.autocast("cpu", torch.bfloat16), without_logits():
-            results += step(model)
+    models = plain_and_patched(lambda model: CHANGES[name](model.to(dtype)))
+    with torch.autocast("cpu", torch.bfloat16), without_logits():
+        expected, found = map(step, models)
     assert found[0].dtype == expected[0].dtype
     assert_same(found, expected, rtol=0.1, atol=0.02)
 
@@ -438,10 +431,7 @@ def test_exported_and_traced_graphs_have_logits_and_change_nothing():
 def test_replaced_functions_are_those_that_are_called(monkeypatch):
     """``F.linear``, and the forward of ``nn.Linear``, before patch and after it."""
     own, results = nn.Linear.forward, []
-    for patched in (False, True):
-        model = llama()
-        if patched:
-            patch_head(model)
+    for model in plain_and_patched():
         monkeypatch.setattr(F, "linear", lambda x, w, b=None, linear=F.linear: linear(x, w * 1.5, b))
         monkeypatch.setattr(nn.Linear, "forward", lambda self, x: own(self, x * 0.5))
         with without_logits():
@@ -452,15 +442,13 @@ def test_replaced_functions_are_those_that_are_called(monkeypatch):
 
 def test_a_context_is_of_its_models_and_its_thread():
     """Another thread gets logits, or trains the same model without them."""
-    model, other, ids, found = llama(), llama(), batch()["input_ids"], []
+    model, other, ids = llama(), llama(), batch()["input_ids"]
     patch_head(model)
     patch_head(other)
     with pending_logits(model):
         assert type(other(ids).logits) is torch.Tensor
-        for arguments in ({"input_ids": ids}, batch()):
-            thread = threading.Thread(target=lambda a=arguments: found.append(type(model(**a).logits)))
-            thread.start()
-            thread.join()
+        with ThreadPoolExecutor(1) as thread:
+            found = [type(thread.submit(model, **given).result().logits) for given in ({"input_ids": ids}, batch())]
         assert isinstance(model(ids).logits, PendingLogits)
     assert found == [torch.Tensor, type(None)]
     assert type(model(ids).logits) is torch.Tensor

@@ -9,11 +9,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import liger_losses
-from liger_losses import (
-    LigerFusedLinearCrossEntropyLoss,
-    loss_inputs,
-)
-from tests.models import adapted, small, without_logits
+from liger_losses import LigerFusedLinearCrossEntropyLoss, loss_inputs
+from tests.models import adapted, patch_head, small, without_logits
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -82,7 +79,7 @@ def test_losses_are_the_models_own(name):
 
 def test_adapters_and_patched_models():
     model = make("Gemma2")
-    liger_losses.patch(model, norms=False, mlps=False, rope=False)
+    patch_head(model)
     assert_same(model, batch(), plain=make("Gemma2"))
     assert_same(adapted(make(), "q_proj", "lm_head"), batch())
 
@@ -150,7 +147,7 @@ def test_a_users_loss_that_does_not_shift_its_labels(make):
     expected = model(input_ids=ids, labels=ids).loss
     with pytest.raises(ValueError, match="does not shift its labels"):
         loss_inputs(model, input_ids=ids)
-    liger_losses.patch(model, norms=False, mlps=False, rope=False)
+    patch_head(model)
     with without_logits():
         found = model(input_ids=ids, labels=ids).loss
     torch.testing.assert_close(found, expected)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from liger_losses import LigerFusedLinearCrossEntropyLoss, loss_inputs, patch, unpatch
-from tests.models import adapted, small, without_logits
+from tests.models import adapted, patch_head, small, without_logits
 from tests.quantized_layers import LAYERS, dequantized
 from tests.reference import relative_error
 
@@ -53,12 +53,12 @@ def test_a_quantized_head_takes_no_logits(kind):
     model, bound = quantize(tiny(), kind, inner=False), BOUNDS.get(kind, 1e-5)
     expected = loss_and_gradients(model)
     original, logits = type(model.lm_head), model(IDS).logits
-    report = patch(model, norms=False, mlps=False, rope=False, keep_logits=True)
+    report = patch_head(model, keep_logits=True)
     by = "LossHead" if kind.startswith("torchao") else "QuantizedHead"
     assert [entry.replaced_by for entry in report.entries] == [by]
     model.train()
     assert relative_error(model(IDS, labels=IDS).logits, logits) < bound
-    patch(model, norms=False, mlps=False, rope=False)
+    patch_head(model)
     with warnings.catch_warnings(), without_logits():
         warnings.simplefilter("error")
         assert_same(loss_and_gradients(model), expected, bound)
@@ -88,7 +88,7 @@ def test_a_head_that_is_quantized_in_place_after_patch(kind, trained, bias):
             model.lm_head.bias = nn.Parameter(torch.randn(V, generator=torch.Generator().manual_seed(1)))
         model.lm_head.weight.requires_grad_(trained)
         if patched:
-            patch(model, norms=False, mlps=False, rope=False)
+            patch_head(model)
         model(IDS, labels=IDS).loss.backward()
         model.zero_grad()
         assert LAYERS[kind](model.lm_head) is model.lm_head
@@ -111,7 +111,7 @@ class OtherWeight(torch.Tensor):
 def test_a_head_that_gets_a_weight_of_an_unknown_kind_computes_its_logits():
     model = quantize(tiny(), "torchao int8", head=False, inner=False).train()
     expected = loss_and_gradients(model)
-    patch(model, norms=False, mlps=False, rope=False)
+    patch_head(model)
     weight = model.lm_head.weight.detach().as_subclass(OtherWeight)
     model.lm_head.weight = nn.Parameter(weight, requires_grad=False)
     with pytest.warns(RuntimeWarning, match="computes its logits"):
@@ -154,7 +154,7 @@ def test_lora_on_a_quantized_head(kind, dtype, autocast, adapters):
         model.base_model.set_adapter(["default", "other"])
     with torch.autocast("cpu", BF16, enabled=autocast):
         expected = loss_and_gradients(model)
-    report = patch(model, norms=False, mlps=False, rope=False)
+    report = patch_head(model)
     by = sorted(entry.replaced_by for entry in report.entries)
     # All of the adapter, and the layer inside if it multiplies itself.
     assert by == (["LossHead"] if kind.startswith("torchao") else ["LossHead", "QuantizedHead"])
@@ -177,7 +177,7 @@ def test_what_is_left_as_it_is():
     ):
         model = quantize(tiny(), "packed 4 bit", inner=False)
         change(model.lm_head)
-        (entry,) = patch(model, norms=False, mlps=False, rope=False).entries
+        (entry,) = patch_head(model).entries
         assert entry.replaced_by is None
         assert words in entry.reason
 

@@ -32,7 +32,7 @@ from liger_losses.sequences import split_by_coefficient
 from liger_losses.trl import packed_batches
 from liger_losses.trl.divergences import chosen
 from liger_losses.trl.fused_head import add_fused_lm_head
-from tests.models import adapted, small, without_logits
+from tests.models import adapted, ids_and_labels, patch_head, small, without_logits
 from tests.processes import BACKENDS, case_named, device_type, start, whole
 from tests.reference import relative_error
 
@@ -50,29 +50,35 @@ def llama(tied=False, checkpointing=False):
 
 
 def batch():
-    """Ids, labels, and weights of the log-probabilities, which are in the loss beside the model's own."""
-    g = torch.Generator().manual_seed(0)
-    ids = torch.randint(VOCAB, (sum(ROWS), LENGTH), generator=g)
-    labels = ids.masked_fill(torch.rand(ids.shape, generator=g) < 0.3, -100)
-    return ids, labels, torch.randn(len(ids), LENGTH - 1, generator=g)
+    """Ids, labels, weights of the log-probabilities, which are in the loss beside the model's own, and the labels that
+    count."""
+    ids, labels = ids_and_labels(0, VOCAB, sum(ROWS), LENGTH)
+    weights = torch.linspace(-2, 2, ids[:, 1:].numel()).sin().view(len(ids), -1)
+    return ids, labels, weights, (labels[:, 1:] != -100).sum()
+
+
+def own_batch(rank, rows=ROWS):
+    """Of a process: with this count, the mean over processes, which DDP and FSDP take, is the loss of all."""
+    *parts, count = batch()
+    return *(part.split(rows)[rank] for part in parts), count / len(rows)
+
+
+def plain_log_probs(logits, labels):
+    return logits[:, :-1].log_softmax(-1).gather(-1, labels[:, 1:].clamp(min=0)[..., None])[..., 0]
 
 
 def plain_loss(model, weighted):
     """By transformers, of both batches."""
-    ids, labels, weights = batch()
-    count = (labels[:, 1:] != -100).sum()
+    ids, labels, weights, count = batch()
     found = model(input_ids=ids, labels=labels, num_items_in_batch=count)
     if not weighted:
         return found.loss
-    targets, mask = labels[:, 1:].clamp(min=0), labels[:, 1:] != -100
-    log_probs = found.logits[:, :-1].log_softmax(-1).gather(-1, targets[..., None])[..., 0] * mask
-    return found.loss + (weights * log_probs).sum() / count
+    return found.loss + (weights * plain_log_probs(found.logits, labels) * (labels[:, 1:] != -100)).sum() / count
 
 
 def our_loss(model, weighted, rank, rows=ROWS, **options):
-    """Of this process's batch: the mean over processes, which DDP and FSDP take, is the loss of all."""
-    ids, labels, weights = (part.split(rows)[rank] for part in batch())
-    count = (batch()[1][:, 1:] != -100).sum() / len(rows)
+    """Of this process's batch."""
+    ids, labels, weights, count = own_batch(rank, rows)
     found = model(input_ids=ids, labels=labels, num_items_in_batch=count, **(options or {"fused_lm_head": True}))
     if not weighted:
         return found.loss
@@ -81,19 +87,18 @@ def our_loss(model, weighted, rank, rows=ROWS, **options):
 
 def log_probs_alone(model, rank, rows=ROWS):
     """The loss that is returned takes no part in the backward."""
-    ids, labels, _ = (part.split(rows)[rank] for part in batch())
-    found = model(input_ids=ids, labels=labels, fused_lm_head=True)
-    return -found.log_probs.sum() * len(rows) / (batch()[1][:, 1:] != -100).sum()
+    ids, labels, _, count = own_batch(rank, rows)
+    return -model(input_ids=ids, labels=labels, fused_lm_head=True).log_probs.sum() / count
 
 
 def pending_loss(model, rank, rows=ROWS):
     """Of logits that outlive the forward."""
-    ids, labels, _ = (part.split(rows)[rank] for part in batch())
+    ids, labels, _, count = own_batch(rank, rows)
     with pending_logits(model):
         logits = model(input_ids=ids).logits[:, :-1].flatten(0, 1)
     assert isinstance(logits, PendingLogits)
-    loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten().to(logits.device), reduction="sum")
-    return loss * len(rows) / (batch()[1][:, 1:] != -100).sum()
+    labels = labels[:, 1:].flatten().to(logits.device)
+    return torch.nn.functional.cross_entropy(logits, labels, reduction="sum") / count
 
 
 def with_kernels(model):
@@ -111,7 +116,7 @@ KINDS = {
     "loss": (add_fused_lm_head, of_head(False), False),
     "log-probs alone": (add_fused_lm_head, log_probs_alone, False),
     "kernels": (with_kernels, of_head(True), True),
-    "patched": (functools.partial(patch, norms=False, mlps=False, rope=False), of_head(False, use_cache=False), False),
+    "patched": (patch_head, of_head(False, use_cache=False), False),
     "pending": (prepare_head, pending_loss, False),
     "shared prompts": (functools.partial(add_fused_lm_head, groups=True), of_head(True), True),
 }
@@ -162,14 +167,13 @@ class Case:
     forwards: int = 1
     adapter: bool = False
     first: bool = False
-    rtol: float = 1e-4
-    atol: float = 3e-5
+    tolerance: tuple[float, float] = (1e-4, 3e-5)
 
 
 def sharded(*parts, **options):
     case = {name: options.pop(name) for name in vars(Case).keys() & options.keys()}
     if "mp_policy" in options:
-        case |= {"rtol": 0.1, "atol": 0.02}
+        case["tolerance"] = 0.1, 0.02
     return Case(functools.partial(units, layers=True, parts=parts, **options), **case)
 
 
@@ -220,9 +224,21 @@ TRAINED = {
 
 def made(case):
     model = llama(case.tied, case.checkpointing)
-    if not case.adapter:
-        return model, model
-    return model, adapted(model, "q_proj", "lm_head", task_type="CAUSAL_LM")
+    if case.adapter:  # whose layers are put into the model
+        adapted(model, "q_proj", "lm_head", task_type="CAUSAL_LM")
+    return model
+
+
+def pair(name, kind, **options):
+    """A model by transformers; one that is served, spread as in a case; and what runs it until backward."""
+    case, serve = CASES[name], KINDS[kind][0]
+    plain, ours = made(case), made(case)
+    if not case.first:
+        serve(ours)
+    spread = case.spread(ours, **options)
+    if case.first:
+        serve(spread if kind == "patched" else ours)
+    return plain, ours, spread
 
 
 def assert_close(found, expected, rtol=1e-4, atol=3e-5, where=""):
@@ -234,18 +250,19 @@ def assert_close(found, expected, rtol=1e-4, atol=3e-5, where=""):
         torch.testing.assert_close(found, expected, rtol=rtol, atol=atol, msg=lambda m: f"{where}: {m}")
 
 
+def check_gradients(ours, plain, rtol=1e-4, atol=3e-5, where=""):
+    gradients = {key: whole(p.grad) for key, p in ours.named_parameters() if p.grad is not None}
+    assert gradients.keys() == {key for key, p in plain.named_parameters() if p.grad is not None}
+    for key, gradient in gradients.items():
+        assert_close(gradient, plain.get_parameter(key).grad, rtol, atol, f"{where}{key}")
+
+
 def compare(name, kind, rank, steps=2):
     """Two steps: the second starts from the weights that the first has found."""
-    case, (serve, loss_of, weighted) = CASES[name], KINDS[kind]
-    (_, plain), (inner, ours) = made(case), made(case)
-    if not case.first:
-        serve(inner)
-    spread = case.spread(inner)
-    if case.first:
-        serve(spread if kind == "patched" else inner)
-    close = functools.partial(assert_close, rtol=case.rtol, atol=case.atol)
+    case, (_, loss_of, weighted) = CASES[name], KINDS[kind]
+    plain, ours, spread = pair(name, kind)
     optimizers = [torch.optim.SGD(model.parameters(), LEARNING_RATE) for model in (plain, ours)]
-    for step in range(1 if case.rtol > 1e-2 else steps):  # rounding moves the weights apart
+    for step in range(1 if case.tolerance[0] > 1e-2 else steps):  # rounding moves the weights apart
         expected = plain_loss(plain, weighted)
         expected.backward()
         with without_logits():
@@ -257,31 +274,14 @@ def compare(name, kind, rank, steps=2):
         found.backward()
         for loss in (evaluated.clone(), found.detach().clone()):
             dist.all_reduce(loss)
-            close(loss / WORLD, expected.detach(), where="loss")
-        gradients = {key: whole(p.grad) for key, p in ours.named_parameters() if p.grad is not None}
-        assert gradients.keys() == {key for key, p in plain.named_parameters() if p.grad is not None}
-        for key, gradient in gradients.items():
-            close(gradient, plain.get_parameter(key).grad, where=f"step {step}, {key}")
+            assert_close(loss / WORLD, expected.detach(), *case.tolerance, "loss")
+        check_gradients(ours, plain, *case.tolerance, f"step {step}, ")
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    unpatch(inner)
-    ids, labels, _ = batch()
+    unpatch(ours)
+    ids, labels, *_ = batch()
     assert kind != "patched" or spread(input_ids=ids, labels=labels).logits is not None
-
-
-def check_gradients(ours, plain, rtol=1e-4, atol=3e-5):
-    for key, parameter in plain.named_parameters():
-        gradient = whole(ours.get_parameter(key).grad).to(parameter.device)
-        assert_close(gradient, parameter.grad, rtol, atol, key)
-
-
-def pair(name, kind, **options):
-    """A model by transformers; one that is served, spread as in a case; and what runs it until backward."""
-    case = CASES[name]
-    plain, ours = (llama(case.tied, case.checkpointing) for _ in range(2))
-    KINDS[kind][0](ours)
-    return plain, ours, case.spread(ours, **options)
 
 
 def shared_prompts(rank):
@@ -320,7 +320,7 @@ def accumulate(rank, name, kind, steps=3, rows=ROWS, **options):
             loss = loss_of(spread, rank, rows) / steps
             loss.backward()
         total += loss.detach()
-    expected, tolerance = plain_loss(plain, weighted), (CASES[name].rtol, CASES[name].atol)
+    expected, tolerance = plain_loss(plain, weighted), CASES[name].tolerance
     expected.backward()
     dist.all_reduce(total)
     assert_close(total / len(rows), expected.detach(), *tolerance)
@@ -414,7 +414,7 @@ COEFFICIENTS = (
 
 def without_coefficient(rank):
     """Sequences without a coefficient take no part in the backward, and all processes run the same collectives."""
-    ids, labels, weights = batch()
+    ids, labels, weights, _ = batch()
     weights = weights * (labels[:, 1:] != -100)
     cases = [
         *itertools.product(("DDP", "layers, tied, checkpointing"), COEFFICIENTS),
@@ -436,8 +436,7 @@ def without_coefficient(rank):
         stand_in = functools.partial(log_probs, torch.tensor([0]), 4) if short else None
         found = split_by_coefficient(log_probs, own, stand_in=stand_in)
         (found * (own_weights * own[:, None]).to(found.device)).sum().mul(WORLD).backward()
-        logps = plain(input_ids=ids).logits[:, :-1].log_softmax(-1)
-        logps = logps.gather(-1, labels[:, 1:].clamp(min=0)[..., None])[..., 0]
+        logps = plain_log_probs(plain(input_ids=ids).logits, labels)
         (logps * weights * coefficients[:, None]).sum().backward()
         check_gradients(ours, plain)
         counted = max(1, ROWS[rank] - left_out[rank])

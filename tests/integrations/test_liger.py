@@ -19,7 +19,7 @@ from liger_losses.integrations.liger import losses, models, score_centering
 from liger_losses.integrations.liger.chunked import _FUNCTIONS, CHUNKED, LOSSES
 from liger_losses.patching.swap import replacement_of
 from tests.integrations.models import is_patched, llama
-from tests.reference import problem
+from tests.reference import assert_close_gradients, problem
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*was imported before liger_losses.integrations:UserWarning")
 
@@ -57,6 +57,7 @@ TYPES |= {
     **{f"GRPO, {name}": (name, "token", None, False) for name in ("dr_grpo", "cispo", "sapo", "vespo")},
 }
 del TYPES["DPO, sigmoid_norm"]  # which mean something else there, or that there are not
+_OTHERS = ("ORPO", "CPO", "SimPO", "JSD", "CosineSimilarity", "KTO", "ScaledCrossEntropy")
 
 
 def arguments_of(name):
@@ -80,27 +81,16 @@ def arguments_of(name):
         "KTO": (labels, preferred, None, near, weight.detach(), None, None, -100, 0.2, False, True),
         "GRPO": (*grpo, 0.1, 0.2, 0.3, loss_type, 5, level, 1.0, 1.05, 0.9, False, True, 1, ratios, delta, corrected),
     }
-    of_flat = {
-        "JSD": (normal(20, 24, seed=6), normal(61, 24, seed=7), labels.flatten())
-        + (None, None, 0.3, 0.7, 0.2, -100, 2.0, False, 1024, True),
-        "ScaledCrossEntropy": (
-            labels.flatten().where(labels.flatten() != -100, -7),
-            0.7,
-            -7,
-            1,
-            True,
-            torch.tensor([5, 0, 5]),
-        ),
-    }
-    of_flat["CosineSimilarity"] = of_flat["JSD"]
+    teacher = normal(20, 24, seed=6), normal(61, 24, seed=7), labels.flatten(), None, None, 0.3, 0.7, 0.2
+    of_flat = dict.fromkeys(("JSD", "CosineSimilarity"), (*teacher, -100, 2.0, False, 1024, True))
+    counted = labels.flatten().where(labels.flatten() != -100, -7)
+    of_flat["ScaledCrossEntropy"] = counted, 0.7, -7, 1, True, torch.tensor([5, 0, 5])
     trained = (hidden, weight) if name in arguments else (flat, weight)
     return (*trained, *(arguments | of_flat)[name]), trained
 
 
 @pytest.mark.peers
-@pytest.mark.parametrize(
-    "name", [*TYPES, "ORPO", "CPO", "SimPO", "JSD", "CosineSimilarity", "KTO", "ScaledCrossEntropy"]
-)
+@pytest.mark.parametrize("name", [*TYPES, *_OTHERS])
 def test_autograd_functions(name):
     """Loss, gradients and metrics, with prompts and padding in the batch."""
     (arguments, trained), name = arguments_of(name), name.partition(",")[0]
@@ -157,9 +147,8 @@ def test_names_are_replaced_and_restored():
     names = {chunked: "LigerFusedLinearDPOLoss", defining: "LigerFusedLinearCrossEntropyFunction"}
     names |= {ops: names[defining], liger_functional: "liger_fused_linear_jsd"}
     theirs = [getattr(module, name) for module, name in names.items()]
-    with pytest.warns(
-        UserWarning, match=r"liger_kernel\.\S+ was imported before .*install\(\).* Call install\(\) first"
-    ):
+    said = r"liger_kernel\.\S+ was imported before .*install\(\).* Call install\(\) first"
+    with pytest.warns(UserWarning, match=said):
         liger.install()
     ours, count = [getattr(module, name) for module, name in names.items()], len(liger._replaced)
     liger.install()
@@ -221,11 +210,8 @@ def test_score_centering(correction, centers):
     log_p = ((hidden @ weight.t() + bias) / 0.8).log_softmax(-1)
     log_q = (log_p.detach() + 0.5 * normal(3, 5, 61, dtype=torch.float64)).log_softmax(-1)
     top = log_q.topk(7)
-    p, q, said = (
-        log_p.detach().exp(),
-        log_q.exp(),
-        torch.zeros_like(log_q, dtype=torch.bool).scatter(-1, top.indices, 1),
-    )
+    p, q = log_p.detach().exp(), log_q.exp()
+    said = torch.zeros_like(log_q, dtype=torch.bool).scatter(-1, top.indices, 1)
     rest = (q * ~said).sum(-1, keepdim=True) / (p * ~said).sum(-1, keepdim=True)
     q = torch.where(said, q, rest * p)
 
@@ -249,9 +235,7 @@ def test_score_centering(correction, centers):
     call = hidden, weight, ids, mask.long(), a, torch.where(mask, logq, torch.inf), top.indices, junk, bias
     value, metrics = loss(*call, num_items_in_batch=9)
     torch.testing.assert_close(value, expected)
-    torch.testing.assert_close(
-        torch.autograd.grad(value, (hidden, weight, bias)), torch.autograd.grad(expected, (hidden, weight, bias))
-    )
+    assert_close_gradients(value, expected, (hidden, weight, bias))
     expected_means = {name: (x * mask).sum().detach() / mask.sum() for name, x in means.items()}
     torch.testing.assert_close(metrics, expected_means, check_dtype=False)
     nothing = (*call[:3], torch.zeros_like(mask), *call[4:])
@@ -293,8 +277,7 @@ def test_fused_linear_kl_div(installed, reduction, divisor):
         LigerFusedLinearKLDivFunction.apply(hidden, weight, target, labels, *options),
     ):
         torch.testing.assert_close(found, expected)
-    pair = [torch.autograd.grad(loss, (hidden, weight)) for loss in (found, expected)]
-    torch.testing.assert_close(*pair)
+    assert_close_gradients(found, expected, (hidden, weight))
     everything = F.kl_div((hidden @ weight.t()).log_softmax(-1), target, reduction="batchmean")
     torch.testing.assert_close(LigerFusedLinearKLDivLoss()(hidden, weight, target), everything)
     assert repr(LigerFusedLinearKLDivLoss("sum", eps=0.0)) == "LigerFusedLinearKLDivLoss(reduction='sum')"

@@ -10,24 +10,15 @@ from tests.test_run import ROOT
 
 #: Where each package is installed, in a folder of its name.
 FOLDER = pathlib.Path(os.environ.get("INTEGRATIONS", ROOT / ".venv/integrations"))
-CHECKS = {
-    "verl_engine": "verl",
-    "verl_hidden_states": "verl",
-    "torchtitan": "torchtitan",
-    "megatron": "megatron-core",
-    "slime": "megatron-core",
-    "skyrl": "skyrl",
-    "openrlhf": "openrlhf",
-    "axolotl": "axolotl",
-    "axolotl_losses": "axolotl",
-    "llamafactory_losses": "llamafactory",
-    "swift": "ms-swift",
-}
+CHECKS = ("verl_engine", "verl_hidden_states", "torchtitan", "megatron", "slime", "skyrl", "openrlhf", "axolotl")
+CHECKS += ("axolotl_losses", "llamafactory_losses", "swift")
+#: The packages of checks that do not begin with their names.
+PACKAGES = {"megatron": "megatron-core", "slime": "megatron-core", "swift": "ms-swift"}
 
 
 @pytest.mark.parametrize("check", CHECKS)
 def test_a_framework_with_and_without_this_library(check):
-    folder = FOLDER / CHECKS[check]
+    folder = FOLDER / PACKAGES.get(check, check.partition("_")[0])
     if not folder.is_dir():
         pytest.skip("make test-integrations installs it")
     others = FOLDER / "megatron-core", FOLDER / "others"

@@ -19,16 +19,15 @@ from liger_losses.places import Place
 
 @pytest.fixture
 def framework(tmp_path, monkeypatch):
-    """Writes a framework's modules, by their names, where Python finds them."""
+    """Writes modules of a framework ``fw``, by their names, where Python finds them."""
     before = set(sys.modules)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
 
     def write(**sources):
         for name, source in sources.items():
-            path = tmp_path.joinpath(*name.split(".")).with_suffix(".py")
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(source)
+            (tmp_path / "fw").mkdir(exist_ok=True)
+            (tmp_path / "fw" / f"{name}.py").write_text(source)
         importlib.invalidate_caches()
 
     yield write
@@ -51,12 +50,10 @@ def importing(name):
 
 def test_names_are_replaced_when_they_are_imported(framework):
     framework(
-        **{
-            "fw.early": "def head(): return 'early'",
-            "fw.user_since": "from fw.early import head",
-            "fw.late": "class Layer:\n    def forward(self): return 'late'\n    size = staticmethod(lambda n: n)",
-            "fw.other": "def renamed(): pass",
-        }
+        early="def head(): return 'early'",
+        user_since="from fw.early import head",
+        late="class Layer:\n    def forward(self): return 'late'\n    size = staticmethod(lambda n: n)",
+        other="def renamed(): pass",
     )
     early = importlib.import_module("fw.early")
     ours = replacements(
@@ -82,7 +79,7 @@ def test_names_are_replaced_when_they_are_imported(framework):
     assert early.head() == "early"
     assert late.Layer().forward() == "late"
     assert late.Layer().size(1) == 1
-    framework(**{"fw.never": "pass"})
+    framework(never="pass")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         importlib.import_module("fw.never")
@@ -90,12 +87,8 @@ def test_names_are_replaced_when_they_are_imported(framework):
 
 def test_names_of_a_module_that_is_being_imported(framework):
     """By another thread: they are replaced when it is done. By the code that installs: a warning."""
-    framework(
-        **{
-            "fw.slow": "import time\ntime.sleep(0.1)\nhead = 1",
-            "fw.circular": "import sys\nsys.modules['fw_replacements'].install()\nhead = 1",
-        }
-    )
+    circular = "import sys\nsys.modules['fw_replacements'].install()\nhead = 1"
+    framework(slow="import time\ntime.sleep(0.1)\nhead = 1", circular=circular)
     ours = replacements(Place("fw.slow", "head", lambda original: original + 1))
     thread = importing("fw.slow")
     ours.install()
@@ -109,7 +102,7 @@ def test_names_of_a_module_that_is_being_imported(framework):
 
 
 def test_parameters_that_differ_are_named(framework):
-    framework(**{"fw.calls": "def head(hidden, scale, *, cap): pass"})
+    framework(calls="def head(hidden, scale, *, cap): pass")
     importlib.import_module("fw.calls")
     for function, said in (
         (lambda hidden, scale: None, "has an unknown parameter cap"),
@@ -134,7 +127,7 @@ def test_an_integration_says_that_it_is_active_and_which_versions_were_tested(ca
 
 def test_another_finder_that_asks_all_the_others(framework):
     """Import hooks of two packages may each ask the finders around them, and wrap the same loader."""
-    framework(**{"fw.calls": ""})
+    framework(calls="")
     spec, found = importlib.util.find_spec(imports.__name__), []
     another = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(another)
@@ -158,7 +151,7 @@ OLD = SimpleNamespace(find_module=lambda *_: None)
 @pytest.mark.filterwarnings("ignore::ImportWarning")
 @pytest.mark.parametrize(("place", "finder"), [*((i, AsksAllOthers()) for i in (0, 1, -1)), (1, OLD)])
 def test_finders_that_do_not_know_that_they_are_asked(framework, place, finder):
-    framework(**{"fw.calls": ""})
+    framework(calls="")
     imported = []
     imports.when_imported("fw.calls", imported.append)
     sys.meta_path.insert(place, finder)
@@ -180,7 +173,7 @@ def test_modules_of_one_loader_are_told_apart(tmp_path, monkeypatch):
 
 
 def test_a_module_that_another_thread_imports_now_is_whole(framework):
-    framework(**{"fw.calls": "import time\ntime.sleep(0.3)\ndef head(): pass"})
+    framework(calls="import time\ntime.sleep(0.3)\ndef head(): pass")
     thread, whole = importing("fw.calls"), []
     imports.when_imported("fw.calls", lambda module: whole.append(hasattr(module, "head")))
     thread.join()

@@ -21,35 +21,22 @@ from tests.processes import printed_by
 
 #: Where modules keep their hooks.
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-#: Where names are, and the names. The package reads these while it is imported: most are absent together.
-AT_IMPORT = [
-    [
-        ("torch", "_VF"),
-        ("torch", "_assert_async"),
-        ("torch._C", "_are_functorch_transforms_active"),
-        ("torch._C._functorch", "is_legacy_batchedtensor"),
-        ("torch.autograd.Variable", "_execution_engine"),
-        ("torch.nn.modules.module", "_has_any_global_hook"),
-        ("torch.utils._python_dispatch", "_disable_current_modes"),
-    ],
-    [("torch", "_dynamo")],
-]
+#: The package reads these names while it is imported: most are absent together.
+AT_IMPORT = [["torch._VF", "torch._assert_async", "torch._C._are_functorch_transforms_active"], ["torch._dynamo"]]
+AT_IMPORT[0] += ["torch._C._functorch.is_legacy_batchedtensor", "torch.autograd.Variable._execution_engine"]
+AT_IMPORT[0] += ["torch.nn.modules.module._has_any_global_hook", "torch.utils._python_dispatch._disable_current_modes"]
 #: The package reads these in calls.
-IN_CALLS = [
-    [("torch.Tensor", "_base")],
-    [("torch.Tensor", "_version")],
-    [("torch.autograd.forward_ad", "_current_level")],
-    [("torch.nn.Module", "_compiled_call_impl")],
-    [("torch.nn.Module", name) for name in HOOKS],
-]
+IN_CALLS = [["torch.Tensor._base"], ["torch.Tensor._version"], ["torch.autograd.forward_ad._current_level"]]
+IN_CALLS += [["torch.nn.Module._compiled_call_impl"], [f"torch.nn.Module.{name}" for name in HOOKS]]
 
 
 def absent(*_):
     raise AttributeError("a private name")
 
 
-def take_away(place, name, patched):
+def take_away(path, patched):
     """Make a name absent, and replace what torch itself needs it for."""
+    place, _, name = path.rpartition(".")
     if place == "torch.Tensor":
         patched.setattr(torch.Tensor, name, property(absent))
     elif place == "torch.nn.Module":
@@ -68,14 +55,14 @@ def take_away(place, name, patched):
         patched.setattr(torch.compiler, "is_exporting", lambda: False)
 
 
-def run(places):
+def run(names):
     """Patch a model and train it, and call functions, without names."""
     model = small(vocab_size=13, num_hidden_layers=2)
     torch.manual_seed(0)
     ids, hidden, weight = torch.randint(13, (3, 7)), torch.randn(3, 7, 16, requires_grad=True), torch.randn(13, 16)
     with pytest.MonkeyPatch.context() as patched:
-        for place, name in places:
-            take_away(place, name, patched)
+        for name in names:
+            take_away(name, patched)
         import liger_losses as liger
         from liger_losses.kernels import divergence_terms, reading
 
@@ -99,9 +86,7 @@ def run(places):
 def test_without_private_names(case):
     names, expected = (AT_IMPORT + IN_CALLS)[case], run([])
     if names in AT_IMPORT:
-        replaced, reasons, numbers = json.loads(
-            printed_by("-W", "ignore", "-m", "tests.project.test_private_names", case)
-        )
+        replaced, reasons, numbers = json.loads(printed_by("-W", "ignore", "-m", __name__, case))
     else:
         replaced, reasons, numbers = run(names)
     assert replaced == (names != IN_CALLS[-1])
@@ -148,10 +133,10 @@ def test_the_list_has_the_names_that_the_package_uses():
                 used |= {*value.split(".")}
         if isinstance(node, ast.ImportFrom) and not str(node.module).startswith(("liger_losses", "__future__")):
             used |= {alias.name for alias in node.names} | {*str(node.module).split(".")}
-    listed = {part for place, name in LISTED for part in f"{place}.{name}".split(".")}
+    listed = {part for name in LISTED for part in name.split(".")}
     private = {name for name in used - own if re.match("_[^_]", name) and not name.startswith("_liger")}
     assert private - OTHERS <= listed
-    assert not [name for _, name in LISTED if name not in text]
+    assert not [name for name in LISTED if name.rpartition(".")[2] not in text]
 
 
 if __name__ == "__main__":
@@ -160,8 +145,8 @@ if __name__ == "__main__":
 
     small(vocab_size=13, num_hidden_layers=2)  # transformers is imported before names are absent
     with pytest.MonkeyPatch.context() as patch:
-        for owner_and_name in AT_IMPORT[int(sys.argv[1])]:
-            take_away(*owner_and_name, patch)
+        for name in AT_IMPORT[int(sys.argv[1])]:
+            take_away(name, patch)
         from liger_losses import *  # noqa: F403
         from liger_losses.layers import glu_kernels  # noqa: F401
     print(json.dumps(run([])))

@@ -14,9 +14,9 @@ from liger_losses import patch
 from liger_losses.caller import warn
 
 
-def within(workspace):
+def small_workspace():
     hidden, weight = (torch.randn(n, 16).bfloat16().requires_grad_() for n in (400, 203))
-    loss = liger_losses.LigerFusedLinearCrossEntropyLoss(workspace=workspace)
+    loss = liger_losses.LigerFusedLinearCrossEntropyLoss(workspace=64_000)
     return partial(loss, weight, hidden, torch.zeros(400, dtype=torch.long))
 
 
@@ -34,11 +34,7 @@ def defined(module, code, **names):
 
 #: Calls that are warned of, by kinds of places; Python's versions begin to walk the stack at different frames, where
 #: the user's line is right above.
-CALLS = {
-    "a workspace": lambda: within(64_000),
-    "a patched layer": changed_norm,
-    "itself": lambda: partial(warn, "slow"),
-}
+CALLS = {"a workspace": small_workspace, "a patched layer": changed_norm, "itself": lambda: partial(warn, "slow")}
 
 
 @pytest.mark.parametrize("between", [None, "trl.trainer.base_trainer", "torch.nn.modules.module"])

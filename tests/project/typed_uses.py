@@ -69,17 +69,10 @@ def operations(head: Tensor, hidden: Tensor, labels: Tensor, teacher: ll.Teacher
     assert_type(ll.linear_statistics(hidden, head, labels, ("logp", "entropy")), ll.Statistics)
     assert_type(ll.linear_divergence(hidden, head, labels, teacher, ll.Divergence.reverse_kl()), ll.Statistics)
     assert_type(ll.functional.dpo_loss(hidden, hidden, hidden, hidden, beta=0.1), Tensor)
-    assert_type(
-        ll.functional.dpo_loss(
-            chosen_logps=hidden,
-            rejected_logps=hidden,
-            ref_chosen_logps=hidden,
-            ref_rejected_logps=hidden,
-            chosen_lengths=labels,
-            loss_type=["ipo"],
-        ),
-        Tensor,
-    )
+    dpo = ll.functional.dpo_loss
+    assert_type(dpo(hidden, hidden, hidden, hidden, chosen_lengths=labels, loss_type=["ipo"]), Tensor)
+    named = dpo(chosen_logps=hidden, rejected_logps=hidden, ref_chosen_logps=hidden, ref_rejected_logps=hidden)
+    assert_type(named, Tensor)
     assert_type(ll.functional.grpo_loss(hidden, hidden, hidden, old_logps=hidden, loss_type="dapo", beta=0.0), Tensor)
     ll.functional.dpo_loss(hidden, hidden, hidden, hidden, bta=0.1)  # type: ignore[call-arg]
     ll.functional.grpo_loss(hidden, hidden, hidden, epsilon=0.1)  # type: ignore[call-arg]

@@ -243,9 +243,8 @@ def test_a_batch_of_an_earlier_policy_is_an_error(tmp_path):
         trainer.current_gradient_accumulation_steps = 2
         batch = trainer.model.train() and trainer._prepare_inputs([{"prompt": "word1"}] * 8)
         trainer.state.global_step = 3
-        with pytest.raises(
-            RuntimeError, match=r"generated at optimizer step 0 has its first loss at step 3, .*disable\(\)"
-        ):
+        said = r"generated at optimizer step 0 has its first loss at step 3, .*disable\(\)"
+        with pytest.raises(RuntimeError, match=said):
             trainer.compute_loss(trainer.model, batch)
         trainer.state.global_step = 0
         trainer.compute_loss(trainer.model, batch)

@@ -33,19 +33,11 @@ def runs(monkeypatch):
     disable()
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "DPO",
-        "DPO, LoRA",
-        "GRPO",
-        "GRPO, iterations",
-        "GRPO, accumulated, checkpointing",
-        pytest.param("GRPO, head in fp32, bf16", marks=pytest.mark.slow),
-        pytest.param("GMPO", marks=pytest.mark.slow),
-        "RLOO",
-    ],
-)
+QUICK = ("DPO", "DPO, LoRA", "GRPO", "GRPO, iterations", "GRPO, accumulated, checkpointing", "RLOO")
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("GRPO, head in fp32, bf16", "GMPO")]
+
+
+@pytest.mark.parametrize("name", [*QUICK, *SLOW])
 def test_training_is_as_with_repeated_prompts(name, runs, tmp_path):
     build, options = CASES[name]
     check_training(build, tmp_path, **options)
@@ -88,16 +80,11 @@ def logps(model, lengths, device=None, **arguments):
 SAVES, DIFFERS = (300, 2, 2), (300, 2, -2)
 #: The same with 620 and 608, and 512 in a row; and 915, and 384 in a row, by what is padding.
 ENOUGH, LITTLE, PADDED = (110, 200, 200), (104, 200, 200), (5, 300, 1, 1)
-POSITIONS = {"position_ids": torch.arange(302)[None]}
+POSITIONS, EXPERTS = {"position_ids": torch.arange(302)[None]}, {"family": "Mixtral", "num_local_experts": 4}
 #: Of a model, and of its forward; the reason, and whether the model runs for it, in each of two forwards.
 REASONS = {
     "positions": ({}, POSITIONS, "position_ids is given", []),
-    "router": (
-        {"family": "Mixtral", "num_local_experts": 4},
-        {"output_router_logits": True},
-        "output_router_logits is given",
-        [],
-    ),
+    "router": (EXPERTS, {"output_router_logits": True}, "output_router_logits is given", []),
     "shifted": ({}, {"labels": None, "shift_labels": torch.full((2, 302), 3)}, "cut for context parallelism", []),
     "dropout": ({"attention_dropout": 0.5}, {}, "attention_dropout=0.5, and FlexAttention has no dropout", [False]),
 }
@@ -146,13 +133,10 @@ def raises_in_its_backward(model, monkeypatch):
     monkeypatch.setattr(attention, "flex_attention", no_backward)
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (raises_in_a_row, "TypeError: the mask must be a tensor"),
-        (raises_in_its_backward, "RuntimeError: out of shared memory"),
-    ],
-)
+RAISED = {raises_in_a_row: "TypeError: the mask must be a ", raises_in_its_backward: "RuntimeError: out of shared mem"}
+
+
+@pytest.mark.parametrize(("change", "reason"), RAISED.items())
 def test_what_a_row_of_two_tokens_raises_is_a_reason_to_repeat_prompts(change, reason, runs, tmp_path, monkeypatch):
     model = model_of(tmp_path)
     change(model, monkeypatch)

@@ -29,15 +29,10 @@ def llava():
 
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     torch.manual_seed(0)
-    return LlavaForConditionalGeneration(
-        LlavaConfig(
-            vision_config=CLIPVisionConfig(**sizes, image_size=SIDE, patch_size=PATCH),
-            text_config=LlamaConfig(**sizes, num_key_value_heads=1, vocab_size=20),
-            image_token_index=3,
-            image_seq_length=(SIDE // PATCH) ** 2,
-            vision_feature_layer=-1,
-        )
-    )
+    vision = CLIPVisionConfig(**sizes, image_size=SIDE, patch_size=PATCH)
+    language = LlamaConfig(**sizes, num_key_value_heads=1, vocab_size=20)
+    images = {"image_token_index": 3, "image_seq_length": (SIDE // PATCH) ** 2, "vision_feature_layer": -1}
+    return LlavaForConditionalGeneration(LlavaConfig(vision_config=vision, text_config=language, **images))
 
 
 def rows(text, *columns):
@@ -45,11 +40,9 @@ def rows(text, *columns):
     for i in range(8):
         row = {name: text(2 + (i + k) % 4).strip() for k, name in enumerate(columns)}
         messages = {name: [{"role": "assistant", "content": value}] for name, value in row.items()}
-        yield {
-            "prompt": [{"role": "user", "content": text(3).strip()}],
-            **messages,
-            "images": [image.fromarray(torch.randint(256, (SIDE, SIDE, 3), generator=g).byte().numpy())],
-        }
+        messages["prompt"] = [{"role": "user", "content": text(3).strip()}]
+        pixels = torch.randint(256, (SIDE, SIDE, 3), generator=g).byte()
+        yield messages | {"images": [image.fromarray(pixels.numpy())]}
 
 
 def with_images(build, *columns, **own):

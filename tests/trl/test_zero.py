@@ -30,15 +30,16 @@ CASES = {
 }
 
 
+def zero_3(threshold, **others):
+    """DeepSpeed's configuration."""
+    stage = {"stage": 3, "stage3_param_persistence_threshold": threshold}
+    return {"zero_optimization": stage, "zero_allow_untested_optimizer": True, **others}
+
+
 def split(model, threshold):
     import deepspeed
 
-    config = {
-        "train_micro_batch_size_per_gpu": ROWS[0],
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": threshold},
-        "zero_allow_untested_optimizer": True,
-        "gradient_clipping": 0.0,
-    }
+    config = zero_3(threshold, train_micro_batch_size_per_gpu=ROWS[0], gradient_clipping=0.0)
     optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE)
     return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
 
@@ -81,13 +82,8 @@ def train_trainers(rank, directory):
 
     from tests.trl import trainers
 
-    config = {
-        "train_micro_batch_size_per_gpu": "auto",
-        "gradient_accumulation_steps": "auto",
-        "gradient_clipping": "auto",
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-        "zero_allow_untested_optimizer": True,
-    }
+    given = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+    config = zero_3(0, **dict.fromkeys(given, "auto"))
 
     def train_and_check(self, *args, train=Trainer.train, **kwargs):
         result = train(self, *args, **kwargs)

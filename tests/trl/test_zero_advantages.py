@@ -20,13 +20,7 @@ LENGTHS = (6, 3, 5, 2)
 HALF, NONE, ALL, ONE = [0.0, 1.0, 0.0, -2.0], [0.0] * 4, [0.5, 1.0, -1.5, -2.0], [0.0, 0.0, 0.7, 0.0]
 
 
-BUILDERS = {
-    "GRPO": grpo,
-    "RLOO": rloo,
-    "GMPO": gmpo,
-    "image": WITH_IMAGES["GRPO"],
-    "experts": grpo,
-}
+BUILDERS = {"GRPO": grpo, "RLOO": rloo, "GMPO": gmpo, "image": WITH_IMAGES["GRPO"], "experts": grpo}
 
 
 def trainer_of(kind, folder):
@@ -99,6 +93,7 @@ def evaluated(trainer, inputs, skip, attributes):
         return loss.detach(), [p.grad for p in model.parameters()], dict(trainer._metrics["train"]), ran
 
 
+LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "sapo", "cispo", "vespo")
 #: A kind of trainer, what is changed in it and its configuration, the advantages, and other inputs.
 SPLITS = {
     "half": ("GRPO", {}, HALF, {}),
@@ -106,10 +101,7 @@ SPLITS = {
     "none": ("GRPO", {}, NONE, {}),
     "not a number": ("GRPO", {}, [0.0, float("nan"), 0.0, 0.0], {}),
     "by token": ("GRPO", {}, [[0.0] * C, [0.0] * 2 + [1.0] * 4, [0.0] * C, [1.0] * C], {}),
-    **{
-        name: ("GRPO", {"loss_type": name}, HALF, {})
-        for name in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "sapo", "cispo", "vespo")
-    },
+    **{name: ("GRPO", {"loss_type": name}, HALF, {}) for name in LOSS_TYPES},
     "iterations": ("GRPO", {"loss_type": "grpo", "num_iterations": 2}, HALF, {}),
     "first iteration": ("GRPO", {"loss_type": "grpo"}, HALF, {"old_per_token_logps": None}),
     "sequence level": ("GRPO", {"importance_sampling_level": "sequence", "loss_type": "grpo"}, HALF, {}),
@@ -157,13 +149,7 @@ def test_loss_gradients_and_metrics_are_those_of_all_sequences(name, checkpointi
 #: not split: what gives tokens without advantage a gradient, or couples sequences.
 WHOLE = {
     "beta": ("GRPO", {"beta": 0.1}, HALF, {}, "beta adds a term"),
-    "entropy bonus": (
-        "GRPO",
-        {"_entropy_bonus_enabled": True, "entropy_coef": 0.1},
-        HALF,
-        {},
-        "entropy_coef adds a term",
-    ),
+    "entropy": ("GRPO", {"_entropy_bonus_enabled": True, "entropy_coef": 0.1}, HALF, {}, "entropy_coef adds a term"),
     "router": ("experts", {}, HALF, {}, "router_aux_loss_coef adds a term"),
     "beta of GMPO": ("GMPO", {"beta": 0.1}, HALF, {}, "beta adds a term"),
     "a tower": ("GRPO", {}, HALF, {}, "batch normalization couples sequences"),

@@ -46,21 +46,10 @@ class NoLogits(TorchDispatchMode):
 
 
 def settings(config, output, **options):
-    common = {
-        "per_device_train_batch_size": 4,
-        "max_steps": STEPS,
-        "learning_rate": 1e-2,
-        "logging_steps": 1,
-        "report_to": "none",
-        "save_strategy": "no",
-        "gradient_checkpointing": False,
-        "use_cpu": True,
-        "bf16": False,
-        "dataloader_pin_memory": False,
-        "disable_tqdm": True,
-        "seed": 0,
-    }
-    return config(output_dir=str(output), **{**common, **options})
+    common = {"per_device_train_batch_size": 4, "max_steps": STEPS, "learning_rate": 1e-2, "seed": 0, "use_cpu": True}
+    common |= {"logging_steps": 1, "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
+    common |= {"gradient_checkpointing": False, "bf16": False, "dataloader_pin_memory": False}
+    return config(output_dir=str(output), **common | options)
 
 
 def lora(*targets):
@@ -140,7 +129,7 @@ def builder(kind, *columns, saved=True, messages=False, others=(), **own):
             if "lm_head" in adapter:  # of a head that shares its weight with the embedding, it would not be its alone
                 model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
                 model.config.tie_word_embeddings = False
-        args, dataset = settings(config, output, **{**own, **options}), datasets.Dataset.from_list(rows)
+        args, dataset = settings(config, output, **own | options), datasets.Dataset.from_list(rows)
         return trainer(model, args=args, train_dataset=dataset, processing_class=tokenizer, **given)
 
     return build
@@ -198,15 +187,10 @@ def async_grpo(output, model, tokenizer, text, **options):
         patch.setattr(module, "register_tree_attention", lambda: None)
         patch.setattr(module, "VLLMClient", mock.Mock())
         patch.setattr(module, "get_peak_flops_per_device", lambda *_: 1.0)
-        return AsyncGRPOTrainer(
-            str(output / "model"),
-            reward_funcs=reward,
-            args=settings(AsyncGRPOConfig, output, num_generations=2, token_budget=40, **options),
-            train_dataset=datasets.Dataset.from_list([{"prompt": text(3)} for _ in range(16)]),
-            processing_class=tokenizer,
-            rollout_worker=rollouts(64),
-            weight_transfer=mock.Mock(),
-        )
+        args = settings(AsyncGRPOConfig, output, num_generations=2, token_budget=40, **options)
+        given = {"train_dataset": datasets.Dataset.from_list(rows_of(text, "prompt")), "processing_class": tokenizer}
+        given |= {"rollout_worker": rollouts(64), "weight_transfer": mock.Mock(), "reward_funcs": reward}
+        return AsyncGRPOTrainer(str(output / "model"), args=args, **given)
 
 
 #: Half of the sequences have no advantage, nor another term in the loss, and take no part in the backward.

@@ -35,10 +35,7 @@ class Graphs:
     def __init__(self, backend="aot_eager"):
         self.count = self.entries = 0
         self.operators = []
-        split = aot_autograd(
-            fw_compiler=lambda graph, _: make_boxed_func(self.inspect(graph)),
-            bw_compiler=lambda graph, _: make_boxed_func(self.inspect(graph)),
-        )
+        split = aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(self.inspect(graph)))  # for the backward, too
         self.run = {"aot_eager": split, "eager": lambda graph, _: self.inspect(graph)}[backend]
 
     def __call__(self, graph, inputs):
@@ -107,14 +104,11 @@ def test_models_whose_logits_nobody_needs():
     compiled = torch.compile(patched, backend=graphs, fullgraph=True, dynamic=False)
     ids = torch.randint(V, (3, 12))
     labels = ids.masked_fill(torch.rand(3, 12) < 0.3, -100)
-    found, expected = compiled(ids, labels=labels), model(ids, labels)
-    torch.testing.assert_close(found, expected)
-    weights = torch.arange(1.0, 1 + len(WAYS)).cos()
-    torch.testing.assert_close(
-        torch.autograd.grad(found @ weights, patched.parameters()),
-        torch.autograd.grad(expected @ weights, model.parameters()),
-        **TOLERANCE,
-    )
+    pairs, weights = [], torch.arange(1.0, 1 + len(WAYS)).cos()
+    for run, parameters in ((compiled, patched.parameters()), (model, model.parameters())):
+        losses = run(ids, labels=labels)
+        pairs.append((losses, *torch.autograd.grad(losses @ weights, parameters)))
+    torch.testing.assert_close(*pairs, **TOLERANCE)
     assert graphs.count == 1
     assert graphs.entries < 12 * 3 * V
     # What is found in the plain model's graphs.
@@ -150,20 +144,17 @@ def check(compiled, patched, plain, batches, context=contextlib.nullcontext, tol
 LOSS = nn.CrossEntropyLoss()
 
 
-@pytest.mark.parametrize(
-    "loss",
-    [lambda: LOSS, pytest.param(nn.CrossEntropyLoss, marks=pytest.mark.slow)],
-    ids=["made before", "in the model"],
-)
-def test_models_with_a_loss_module(loss):
+@pytest.mark.parametrize("made", ["before", pytest.param("in the model", marks=pytest.mark.slow)])
+def test_models_with_a_loss_module(made):
     """A module that is made while torch.compile traces becomes its own code for losses of tensors: the graph ends."""
-    model, graphs = Model(lambda z, y: loss()(z.view(-1, V), y.view(-1)), True), Graphs()
+    before, loss, graphs = made == "before", LOSS if made == "before" else None, Graphs()
+    model = Model(lambda z, y: (loss or nn.CrossEntropyLoss())(z.view(-1, V), y.view(-1)), True)
     patched = copy.deepcopy(model)
     patch(patched)
-    compiled = torch.compile(patched, backend=graphs, fullgraph=loss is not nn.CrossEntropyLoss)
+    compiled = torch.compile(patched, backend=graphs, fullgraph=before)
     texts = [torch.randint(V, (3, length)) for length in (12, 11)]
     check(compiled, patched, model, [{"ids": ids, "labels": ids} for ids in texts])
-    assert 0 < graphs.count <= (8 if loss is nn.CrossEntropyLoss else 2)
+    assert 0 < graphs.count <= (2 if before else 8)
     assert graphs.entries < 3 * 11 * V
 
 
@@ -172,26 +163,23 @@ def test_models_with_a_loss_module(loss):
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 from benchmarks.coverage import model_zoo  # noqa: E402
+from tests.models import ids_and_labels  # noqa: E402
 
-SETTINGS = {
-    "llama": {},
-    "gemma2": {"final_logit_softcapping": 5.0, "layer_types": ["full_attention"]},
-    "cohere": {"logit_scale": 0.3},
-}
+SETTINGS = {"gemma2": {"final_logit_softcapping": 5.0, "layer_types": ["full_attention"]}}
+SETTINGS["cohere"] = {"logit_scale": 0.3}
 
 
 def pair(name="llama", dtype=torch.float32, **settings):
     """A plain model of one layer, and the same model patched."""
-    plain = model_zoo.build(name, num_hidden_layers=1, vocab_size=model_zoo.VOCABULARY, **SETTINGS[name], **settings)
+    settings |= SETTINGS.get(name, {})
+    plain = model_zoo.build(name, num_hidden_layers=1, vocab_size=model_zoo.VOCABULARY, **settings)
     patched = copy.deepcopy(plain).to(dtype)
     patch(patched)
     return plain.to(dtype), patched
 
 
 def inputs(tokens=T, seed=0):
-    g = torch.Generator().manual_seed(seed)
-    ids = torch.randint(5, model_zoo.VOCABULARY, (B, tokens), generator=g)
-    labels = ids.masked_fill(torch.rand(B, tokens, generator=g) < 0.3, -100)
+    ids, labels = ids_and_labels(5, model_zoo.VOCABULARY, B, tokens, seed=seed)
     return {"input_ids": ids, "labels": labels, "use_cache": False}
 
 

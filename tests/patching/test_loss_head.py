@@ -130,26 +130,19 @@ def own_loss(outputs, labels, num_items_in_batch=None):
     return F.cross_entropy(logits.reshape(-1, V), labels[:, 1:].reshape(-1), reduction="sum") / num_items_in_batch
 
 
-KEPT_BACK = {
-    "label smoothing": ({"label_smoothing_factor": 0.1}, {}),
-    "compute_loss_func": ({}, {"compute_loss_func": own_loss}),
-    "neither": ({}, {}),
-}
-
-
-@pytest.mark.parametrize("name", KEPT_BACK)
+@pytest.mark.parametrize(("smoothing", "function"), [(0.1, None), (0.0, own_loss), (0.0, None)])
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_a_trainer_computes_its_loss_without_logits(name, wrapped, tmp_path, one_process, monkeypatch):
+def test_a_trainer_computes_its_loss_without_logits(smoothing, function, wrapped, tmp_path, one_process, monkeypatch):
     """Also in DistributedDataParallel that looks for unused parameters, as the Trainer's does."""
-    settings, options = KEPT_BACK[name]
     rows = [{key: value[i % B] for key, value in batch().items()} for i in range(8)]
     found = []
     for model in plain_and_patched():
         arguments = transformers.TrainingArguments(
             str(tmp_path), per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=2, use_cpu=True,
-            learning_rate=1e-2, logging_steps=1, report_to=[], save_strategy="no", disable_tqdm=True, **settings,
+            learning_rate=1e-2, logging_steps=1, report_to=[], save_strategy="no", disable_tqdm=True,
+            label_smoothing_factor=smoothing,
         )  # fmt: skip
-        trainer = transformers.Trainer(model, arguments, train_dataset=rows, **options)
+        trainer = transformers.Trainer(model, arguments, train_dataset=rows, compute_loss_func=function)
         if wrapped:
             unused = DistributedDataParallel(model, find_unused_parameters=True)
             monkeypatch.setattr(trainer, "_wrap_model", lambda *_, unused=unused, **__: unused)

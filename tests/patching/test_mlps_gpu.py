@@ -25,10 +25,8 @@ def test_gradients_in_place_are_those_in_new_memory(layout, sizes, dtype):
     *rows, width = sizes
     count = 2 if layout == "two" else 1
     weights = [made(2 * width // count, 64, seed=i, dtype=dtype).requires_grad_() for i in range(count)]
-    x, down = (
-        made(*rows, 64, seed=2, dtype=dtype).requires_grad_(),
-        made(64, width, seed=3, dtype=dtype).requires_grad_(),
-    )
+    x = made(*rows, 64, seed=2, dtype=dtype).requires_grad_()
+    down = made(64, width, seed=3, dtype=dtype).requires_grad_()
     leaves, (gate, *up) = (x, *weights, down), [(weight, None) for weight in weights]
     interleaved = layout == "interleaved"
     out = glu_mlp(x, gate, up[0] if up else None, (down, None), interleaved=interleaved)

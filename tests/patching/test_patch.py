@@ -233,10 +233,8 @@ def test_choosing_what_to_patch(llama):
         return "layers.0." in name
 
     report = patch(llama, loss_head=False, filter_fn=only_the_first_layer)
-    assert {entry.path for entry in report.replaced if entry.replaced_by == "rms_norm"} == {
-        "model.layers.0.input_layernorm",
-        "model.layers.0.post_attention_layernorm",
-    }
+    norms = {entry.path for entry in report.replaced if entry.replaced_by == "rms_norm"}
+    assert norms == {f"model.layers.0.{place}_layernorm" for place in ("input", "post_attention")}
     assert {entry.reason for entry in report.left} == {"left out by filter_fn"}
     assert all(dict(llama.named_modules())[name] is module for module, name in asked)
     assert {"", "model", "model.layers"}.isdisjoint(name for _, name in asked)  # nothing there is replaced
@@ -347,14 +345,12 @@ class Raising(nn.LayerNorm):
     forward = property(lambda self: 1 / 0)
 
 
+EMPTY = "its weight is empty, as FSDP1 leaves it on some processes; patch before sharding"
 UNUSUAL = {
     "fx": (lambda: torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4), nn.ReLU())), set()),
     "exec": (executed, set()),
     "not initialized": (lambda: nn.ModuleList([nn.LazyLinear(4), nn.LazyLinear(4)]), set()),
-    "empty": (
-        lambda: nn.RMSNorm(0),
-        {"its weight is empty, as FSDP1 leaves it on some processes; patch before sharding"},
-    ),
+    "empty": (lambda: nn.RMSNorm(0), {EMPTY}),
     "raises": (Raising, {"it cannot be probed (ZeroDivisionError: division by zero)"}),
 }
 
@@ -427,12 +423,7 @@ def test_nothing_of_the_process_outlives_a_patched_model(end):
 
 
 #: Modules with hooks and functions of the whole process, and a class of others.
-KEPT = (
-    torch.nn.modules.module,
-    torch.nn.functional,
-    importlib.import_module(LLAMA),
-    pydoc.locate(f"{LLAMA}.LlamaAttention"),
-)
+KEPT = (nn.modules.module, F, importlib.import_module(LLAMA), pydoc.locate(f"{LLAMA}.LlamaAttention"))
 
 
 # Few tokens without gradients, as in generation

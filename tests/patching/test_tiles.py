@@ -25,7 +25,7 @@ from tests.kernels.cases import DEVICE
 from tests.models import adapted
 from tests.patching.test_layers import MLP as Gated
 from tests.patching.test_layers import Fused
-from tests.processes import BACKENDS, device_type, start
+from tests.processes import BACKENDS, device_type, start, whole
 
 H, INNER = 16, 40
 MLP = functools.partial(Gated, size=H, inner=INNER)
@@ -142,13 +142,17 @@ class Products(TorchDispatchMode):
 
 
 def test_no_work_is_repeated_that_checkpointing_does_not_repeat():
-    def work(module):
+    for module in (tiled(made()), made()):
         x = inputs(64)
         with Products() as products:
-            checkpoint(lambda x: module(x) + x, x, use_reentrant=False).sum().backward()
-        return products.rows
+            checkpoint(lambda x, module=module: module(x) + x, x, use_reentrant=False).sum().backward()
+        assert products.rows == 11 * 64
 
-    assert work(tiled(made())) == work(made()) == 11 * 64
+
+def test_under_what_hooks_modules():
+    with FlopCounterMode(display=False) as counter:
+        tiled(made())(inputs(16)).sum().backward()
+    assert counter.get_total_flops() == 12 * 16 * H * INNER * 2
 
 
 def compiled(module, x):
@@ -186,12 +190,6 @@ def test_layers_are_called_for_each_tile_and_no_others():
     assert tokens == [4, 4, 4, 4, 4, 4, 1, 1]
     out.sum().backward()
     assert tokens[8:] == tokens[:8]
-
-
-def test_under_what_hooks_modules():
-    with FlopCounterMode(display=False) as counter:
-        tiled(made())(inputs(16)).sum().backward()
-    assert counter.get_total_flops() == 12 * 16 * H * INNER * 2
 
 
 def test_what_needs_no_gradient_gets_none():
@@ -253,16 +251,12 @@ def test_dropout_is_that_of_the_forward():
     assert replacement_of(ours) is not None
 
     def by_parts(module, x):
-        torch.manual_seed(3)
         return torch.cat([module(part[None])[0] for part in x.split(4)])
 
-    def whole(module, x):
-        torch.manual_seed(3)
-        return module(x)
-
-    expected = results(plain, x, by_parts)
-    drawn = torch.rand(1)
-    check_same(results(ours, x, whole), expected, 1e-9)
+    torch.manual_seed(3)
+    expected, drawn = results(plain, x, by_parts), torch.rand(1)
+    torch.manual_seed(3)
+    check_same(results(ours, x), expected, 1e-9)
     assert torch.equal(torch.rand(1), drawn)
 
 
@@ -355,26 +349,20 @@ def work(rank):
     for name in ("ddp", "fsdp", "fsdp, half"):
         counts, grads = [], []
         for tokens in (False, 4):
-            for checkpointing in (False, True):
+            for checkpointing in (False, name != "ddp"):
                 gathers.clear()
                 model = nn.Sequential(made(dtype=torch.float32), made(MODULES["Fused"], dtype=torch.float32))
                 patch(model, tile_mlps=tokens)
                 spread = spread_by(name, model)
                 for _ in range(2):
-                    found = (
-                        checkpoint(spread, x, use_reentrant=False) if checkpointed(checkpointing, name) else spread(x)
-                    )
+                    found = checkpoint(spread, x, use_reentrant=False) if checkpointing else spread(x)
                     found.float().square().mean().backward()
-                grads.append([getattr(g, "full_tensor", lambda g=g: g)() for g in (w.grad for w in model.parameters())])
+                grads.append([whole(weight.grad) for weight in model.parameters()])
                 counts.append(len(gathers))
         assert counts[:2] == counts[2:], (name, counts)
         for other in grads[1:]:
             for a, e in zip(other, grads[0], strict=True):
                 assert (a - e).norm() <= (2e-2 if "half" in name else 1e-5) * e.norm(), name
-
-
-def checkpointed(checkpointing, name):
-    return checkpointing and name != "ddp"
 
 
 @pytest.mark.distributed

@@ -233,6 +233,11 @@ def cases() -> Iterator[tuple[str, Make]]:
     yield f"cross-entropy of an int8 head {text}, 300 MiB", partial(quantized, size=size, workspace=300 * MiB)
     for count in (8, 64, 256):
         yield f"log-probs over {count} kept columns {text}", partial(kept_columns, size=size, count=count)
+    for of in ("student", "teacher"):
+        yield (
+            f"KL of the {of}'s 64 likeliest {text}",
+            partial(distillation, size=size, name="KL", top_k=64, top_k_of=of, tail="none"),
+        )
     yield f"cross-entropy of two heads {text}", partial(two_heads, size=size)
 
     inputs.cache_clear()

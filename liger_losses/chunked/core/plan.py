@@ -482,9 +482,11 @@ def _copies(call: Signature, size: int, most: int) -> tuple[int, int, int]:
     """Rows of the heads that are copied at a time, the bytes of the copies, and the bytes while these are made."""
     if not call.copied_bytes:
         return call.columns, 0, 0
-    whole = call.columns * call.copy_bytes
-    if (call.quantized or call.quantized_teacher) and 2 * whole + 64 * row_bytes(call) <= most:
-        return call.columns, whole, 2 * whole
+    quantized, whole = call.quantized or call.quantized_teacher, call.columns * call.copy_bytes
+    peak = 2 * whole if quantized else whole
+    # A copy in fp32 of a matrix in half precision, as CPUs multiply it, is never whole.
+    if (quantized or call.operand in HALF_DTYPES) and peak + 64 * row_bytes(call) <= most:
+        return call.columns, whole, peak
     columns = max(1, min(size // COPIES // call.copied_bytes, call.columns))
     columns = columns // 64 * 64 or columns
     return columns, columns * call.copied_bytes, columns * call.copied_bytes

@@ -22,6 +22,8 @@ COUPLED = {"gradients_in_backward": True}
 WITHOUT_GRADIENTS = {"trains_weight": False, "trains_hidden": False}
 OF_CORE = {"statistics": frozenset({"logp", "mean_logp"})}  # of which no accelerator has gradients
 TEACHER = {"teacher_columns": 128256, "teacher_size": 2048, "statistics": frozenset({"divergence"})}
+#: Of a matrix in fp32 under autocast.
+CAST = {"copied_bytes": 6 * 2048, "copy_bytes": 2 * 2048}
 SMALL = {"options": EngineOptions(workspace=64 * MiB)}
 ON_CPU = {"device": torch.device("cpu"), "memory": 0, "operand": torch.float32, "backend": "torch"}
 
@@ -49,6 +51,9 @@ PLANS = [
     (TEACHER | {"tokens": 2048}, ("core", 1024, 1024, False)),
     (TEACHER | {"tokens": 32768}, ("core", 4096, 512, False)),
     (SMALL, ("core", 152, 37, False)),
+    (CAST, ("exponentials", 16384, 2048, False)),
+    (CAST | COUPLED | {"tokens": 8192}, ("exponentials", 8192, 8192, True)),
+    (CAST | WITHOUT_GRADIENTS, ("statistics", 16384, 16384, False)),
     (ON_CPU, ("core", 1024, 1024, False)),
 ]
 

@@ -1,6 +1,6 @@
 """Gated units: as exact as eager PyTorch, by every backend, in every dtype it serves."""
 
-import functools
+from functools import partial
 
 import pytest
 import torch
@@ -134,23 +134,21 @@ def test_checkpointing_stops_before_the_linear_layer_of_a_product(whole):
 
 
 def mlp_of(layout, dtype=torch.float32, bias=True):
-    """The input of an MLP, and weight and bias of its layers, the last of which is down."""
-    shapes = [(66 // LAYERS[layout], 8)] * LAYERS[layout] + [(7, 33)]
-    x = normal(2, 5, 8, dtype=dtype, seed=9)
-    return x, [
-        (normal(*shape, dtype=dtype, seed=i), normal(shape[0], dtype=dtype, seed=i + 5) if bias else None)
-        for i, shape in enumerate(shapes)
-    ]
+    """The input of an MLP, and weight and bias of each of its layers, the last of which is down."""
+    inputs = [normal(2, 5, 8, dtype=dtype, seed=9)]
+    for i, shape in enumerate([(66 // LAYERS[layout], 8)] * LAYERS[layout] + [(7, 33)]):
+        inputs += [normal(*shape, dtype=dtype, seed=i), normal(shape[0], dtype=dtype, seed=i + 5) if bias else None]
+    return inputs
 
 
-def plain_mlp(x, layers, layout, **form):
-    *inner, down = layers
-    return F.linear(plain_of([F.linear(x, *layer) for layer in inner], layout, **form), *down)
+def plain_mlp(x, *tensors, layout, activation="silu", **form):
+    *inner, down = zip(tensors[::2], tensors[1::2], strict=True)
+    return F.linear(plain_of([F.linear(x, *layer) for layer in inner], layout, activation=activation, **form), *down)
 
 
-def our_mlp(x, layers, layout, backend=None, **form):
-    gate, up, down = layers if layout == "two" else (layers[0], None, layers[1])
-    return glu_mlp(x, gate, up, down, interleaved=layout == "interleaved", backend=backend, **form)
+def our_mlp(x, *tensors, layout, **options):
+    gate, *up, down = zip(tensors[::2], tensors[1::2], strict=True)
+    return glu_mlp(x, gate, *up or [None], down, interleaved=layout == "interleaved", **options)
 
 
 @pytest.mark.parametrize(
@@ -160,30 +158,19 @@ def our_mlp(x, layers, layout, backend=None, **form):
     ids=str,
 )
 def test_glu_mlp(backend, dtype, form, layout, bias):
-    x, layers = mlp_of(layout, dtype, bias)
-    given = [tensor for layer in layers for tensor in layer if tensor is not None]
-
-    def of(function, **options):
-        def call(x, *tensors):
-            tensors = iter(tensors)
-            named = [(next(tensors), next(tensors) if bias else None) for _ in layers]
-            return function(x, named, layout, **form, **options)
-
-        return call
-
-    check(of(our_mlp, backend=backend), of(plain_mlp), (x, *given))
+    given = {"layout": layout, **form}
+    check(partial(our_mlp, backend=backend, **given), partial(plain_mlp, **given), mlp_of(layout, dtype, bias))
 
 
 @pytest.mark.parametrize("layout", LAYERS)
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_backward_of_an_mlp_writes_over_what_its_forward_allocated_and_nothing_else(backend, layout, checkpointed):
     """Over the outputs of its inner layers; backward again finds them again, to the bit."""
-    x, layers = mlp_of(layout)
-    leaves, saved = [x, *(tensor for layer in layers for tensor in layer)], []
+    leaves, saved = mlp_of(layout), []
     before = [leaf.detach().clone() for leaf in leaves]
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append((t, t.detach().clone())) or t, lambda t: t):
-        function = functools.partial(our_mlp, layers=layers, layout=layout, backend=backend)
-        out = checkpoint(function, x, use_reentrant=False) if checkpointed else function(x)
+        function = partial(our_mlp, layout=layout, backend=backend)
+        out = checkpoint(function, *leaves, use_reentrant=False) if checkpointed else function(*leaves)
         found = [torch.autograd.grad(out.square().sum(), leaves, retain_graph=True) for _ in range(2)]
     torch.autograd.grad(out.sum(), leaves[-1], retain_graph=True)  # which changes nothing of the others
     found.append(torch.autograd.grad(out.square().sum(), leaves))
@@ -194,7 +181,7 @@ def test_backward_of_an_mlp_writes_over_what_its_forward_allocated_and_nothing_e
         assert len(changed) == LAYERS[layout]
     assert all(tensor.shape[-1] == 66 // LAYERS[layout] for tensor in changed)
     with pytest.raises(RuntimeError, match="second time"):
-        torch.autograd.grad(out.sum(), x)
+        torch.autograd.grad(out.sum(), leaves[0])
 
 
 #: What is trained, of the input, the tensors of the inner layers, and weight and bias of the last one.
@@ -213,12 +200,11 @@ TRAINED = {
 def test_gradients_of_some_tensors_of_an_mlp(backend, trained, layout, monkeypatch):
     """Where the weights are frozen, of some rows at a time."""
     monkeypatch.setattr(glu_module, "_FROZEN_ROWS", 3)
-    x, layers = mlp_of(layout)
-    tensors = [tensor for layer in layers for tensor in layer]
-    leaves = TRAINED[trained](x, tensors[:-2], tensors[-2:])
-    for tensor in (x, *tensors):
+    inputs = mlp_of(layout)
+    leaves = TRAINED[trained](inputs[0], inputs[1:-2], inputs[-2:])
+    for tensor in inputs:
         tensor.requires_grad_(any(tensor is leaf for leaf in leaves))
-    ours, theirs = our_mlp(x, layers, layout, backend), plain_mlp(x, layers, layout, activation="silu")
+    ours, theirs = our_mlp(*inputs, layout=layout, backend=backend), plain_mlp(*inputs, layout=layout)
     found = [torch.autograd.grad(out.square().sum(), leaves, retain_graph=True) for out in (ours, ours, theirs)]
     assert all(torch.equal(a, b) for a, b in zip(*found[:2], strict=True))
     torch.testing.assert_close(*found[1:], rtol=1e-4, atol=1e-4)
@@ -235,11 +221,11 @@ def test_glu_linear_under_autocast():
             torch.testing.assert_close(
                 *(torch.autograd.grad(z.sum(), (x, w)) for z in (out, expected)), rtol=0.05, atol=0.05
             )
-        x, layers = mlp_of("two")
-        found = [f(x, layers, "two", activation="silu") for f in (our_mlp, plain_mlp)]
+        inputs = mlp_of("two")
+        found = [f(*inputs, layout="two") for f in (our_mlp, plain_mlp)]
         assert found[0].dtype == torch.bfloat16
         assert torch.equal(*found)
-        for a, b in zip(*(torch.autograd.grad(z.sum(), (x, layers[0][0])) for z in found), strict=True):
+        for a, b in zip(*(torch.autograd.grad(z.sum(), inputs[:2]) for z in found), strict=True):
             assert a.dtype == torch.float32
             assert (a - b).norm() <= 0.02 * b.norm()
 

@@ -24,9 +24,9 @@ def compiled(function, backend="aot_eager"):
     return torch.compile(function, backend=counter, fullgraph=True), counter
 
 
-def batch(length, rows=B, *, seed=0, dtype=torch.float32):
+def batch(length, rows=B, *, dtype=torch.float32):
     """The tensors of one call. Some tokens carry no loss."""
-    d = {name: value.to(DEVICE) for name, value in calls.batch(dtype, rows, length, seed=100 * seed + length).items()}
+    d = {name: value.to(DEVICE) for name, value in calls.batch(dtype, rows, length, seed=length).items()}
     d["h"].requires_grad_()
     return d
 
@@ -75,6 +75,13 @@ def check(function, plain, batches, leaves, tolerance=TOLERANCE, scale=1.0):
                 torch.testing.assert_close(a, b, equal_nan=True, **tolerance)
 
 
+def check_one_graph(call, plain, batches, leaves, *how, backend="eager"):
+    """The same of a function that is compiled here, and once."""
+    function, counter = compiled(call, backend)
+    check(function, plain, batches, leaves, *how)
+    assert counter.frame_count == 1
+
+
 def reference(head):
     """The head of another model; a constant."""
     return Head(head.weight.detach() * 0.7, head.bias.detach())
@@ -106,7 +113,6 @@ class Squared(PreferenceLoss):
         return (self.beta * (pairs.chosen_logratios - pairs.rejected_logratios) - 1).square()
 
 
-pairs, marked, distillation = map(with_reference, (calls.pairs, calls.marked, calls.distilled))
 #: How to build a loss, and how to call it.
 LOSSES = {
     **{name: (loss.build, with_reference(loss.call)) for name, loss in calls.LOSSES.items() if name not in calls.ALIKE},
@@ -118,7 +124,7 @@ LOSSES = {
         lambda: DPO(loss_type=["ipo", "sft"], ld_alpha=0.4),
         with_reference(partial(calls.completions, start=1)),
     ),
-    "user's pairs": (Squared, pairs),
+    "user's pairs": (Squared, with_reference(calls.pairs)),
     "GRPO, two passes": (
         lambda: GRPO(
             beta=0.0,

@@ -113,7 +113,7 @@ def inputs(dtype: torch.dtype = torch.float64, size: float = 1.0, gap: float = 1
     x.topk_logps, x.sampler_topk_logps = x.log_p.gather(-1, ids), of_tokens(top)
     x.sampler_columns, x.all_columns = (
         liger_losses.TeacherTopK(of_tokens(logps), ids.masked_fill(~x.mask[..., None], -7))
-        for logps, ids in (x.log_q.topk(3), x.log_q.topk(V))
+        for logps, ids in (x.log_q.topk(3), (x.log_q + 0.01).topk(V))  # rounded, they may sum to more than 1
     )
     x.token_loss = lambda s, y, a: a * s.logp.exp() + s.entropy**2
     x.token_inputs, x.squares = {"a": x.old.detach()}, lambda s, y: s.selected_logps.square().sum(-1)

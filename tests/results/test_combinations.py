@@ -9,16 +9,7 @@ import torch.distributed as dist
 from liger_losses import DistillationLoss, Teacher, TokenSupport, linear_logps
 from tests.losses import CE, DPO, JSD
 from tests.processes import case_named
-from tests.reference import (
-    DIVERGENCES,
-    divergence,
-    double,
-    formula,
-    gradients,
-    problem,
-    relative_error,
-    rounding,
-)
+from tests.reference import DIVERGENCES, divergence, double, formula, gradients, problem, relative_error, rounding
 from tests.results.combinations import COLUMNS, Row, Sizes, check, found_by, inputs_of, rows, small_workspace
 from tests.seam import BACKENDS
 

@@ -19,10 +19,9 @@ from tests.results.compiled import (
     assert_same,
     batch,
     check,
+    check_one_graph,
     compiled,
-    distillation,
     layer,
-    marked,
     masked,
 )
 
@@ -68,11 +67,9 @@ def test_losses(name):
 
 def test_operations():
     """All in one graph."""
-    head = layer()
+    head, batches = layer(), [of_any_length(batch(5)), masked(batch(5)), batch(8)]
     call_all = lambda d: [call(head, d) for call in OPERATIONS.values()]  # noqa: E731
-    function, counter = compiled(lambda d: call_all(d))
-    check(function, call_all, [of_any_length(batch(5)), masked(batch(5)), batch(8)], head.parameters())
-    assert counter.frame_count == 1
+    check_one_graph(call_all, call_all, batches, head.parameters(), backend="aot_eager")
 
 
 class Several(nn.Module):
@@ -119,10 +116,8 @@ def test_dtypes(name):
         with torch.autocast(DEVICE, dtype=autocast, enabled=autocast is not None):
             return [*losses(head, d), *[OPERATIONS[name](head, d) for name in ("logps", "divergence", "token loss")]]
 
-    function, counter = compiled(lambda d: call_all(ours, d), "eager")
-    batches = of_any_length(batch(5, dtype=dtype)), batch(7, dtype=dtype)
-    check(function, lambda d: call_all(theirs, d), batches, head.parameters(), HALF, scale)
-    assert counter.frame_count == 1
+    batches, how = (of_any_length(batch(5, dtype=dtype)), batch(7, dtype=dtype)), (HALF, scale)
+    check_one_graph(lambda d: call_all(ours, d), lambda d: call_all(theirs, d), batches, head.parameters(), *how)
 
 
 @pytest.mark.parametrize("rows", [0, 4], ids=["empty", "frozen"])
@@ -135,9 +130,8 @@ def test_batches_without_a_row_and_frozen_parts(rows):
         d = d if rows == 0 else {**d, "h": d["h"].detach()}
         return [*losses(head, d), OPERATIONS["logps"](head, d), OPERATIONS["token loss"](head, d)]
 
-    function, counter = compiled(lambda d: call_all(ours, d), "eager")
-    check(function, lambda d: call_all(theirs, d), [batch(5, rows=rows)], head.parameters())
-    assert counter.frame_count == 1
+    batches = [batch(5, rows=rows)]
+    check_one_graph(lambda d: call_all(ours, d), lambda d: call_all(theirs, d), batches, head.parameters())
 
 
 @torch._functorch.config.patch(donated_buffer=False)  # torch.compile's condition for retain_graph=True
@@ -229,26 +223,25 @@ def test_copies_of_losses():
     """A copy is another loss, with options and a state of its own, in functions that were compiled for the first; in
     evaluation the state stays."""
     head, loss, d = layer(), BCO(beta=0.1, use_ref_model=False), batch(6)
-    function, counter = compiled(lambda loss, d: marked(loss, head, d), "eager")
+    call = LOSSES["BCO"][1]
+    function, counter = compiled(lambda loss, d: call(loss, head, d), "eager")
     function(loss, d)
     pickled = lambda loss: pickle.loads(pickle.dumps(loss))  # noqa: E731
     others = [copied(loss).replace(beta=0.9) for copied in (copy.deepcopy, pickled, lambda loss: loss)]
     for other, copied in zip(others, (copy.deepcopy, pickled, copy.deepcopy), strict=True):
-        expected = marked(copied(other), head, d)
+        expected = call(copied(other), head, d)
         assert_same(function(other, d), expected)
         assert (int(loss.batches), int(other.batches)) == (1, 2)
     assert counter.frame_count == 2
     del loss
     for other in others:
-        expected = marked(copy.deepcopy(other.eval()), head, d)
+        expected = call(copy.deepcopy(other.eval()), head, d)
         assert_same(function(other, d), expected)
         assert int(other.batches) == 2  # that of training
 
 
 @pytest.mark.slow
 def test_inductor():
-    head, loss, plain = layer(), JSD(beta=0.3), JSD(beta=0.3)
-    function, counter = compiled(lambda d: distillation(loss, head, {**d, "h": torch.tanh(d["h"])}), "inductor")
-    batches = of_any_length(batch(5)), batch(7)
-    check(function, lambda d: distillation(plain, head, {**d, "h": torch.tanh(d["h"])}), batches, head.parameters())
-    assert counter.frame_count == 1
+    head, loss, batches = layer(), JSD(beta=0.3), (of_any_length(batch(5)), batch(7))
+    call = lambda d: LOSSES["JSD"][1](loss, head, {**d, "h": torch.tanh(d["h"])})  # noqa: E731
+    check_one_graph(call, call, batches, head.parameters(), backend="inductor")

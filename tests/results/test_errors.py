@@ -278,6 +278,8 @@ WRONG = [
         "for both the chosen and the rejected",
     ),
     (lambda h, w, y: DPO()(w, (h[:2], y[:2]), (h[2:], y[2:]), ref_input=h), "give the reference in Completions"),
+    (lambda h, w, y: ALONE(w, h, y, gold=(h, y)), "gold= are the completions of the likelihood"),
+    (lambda h, w, y: CPO()(w, h, y, nll_target=y[:2], gold=(h, y)), "gold= are the completions of the likelihood"),
     (lambda h, w, y: linear_logps(h, w, y, ignore_index=None), "ignore_index must be an integer"),
     (lambda h, w, y: linear_logps(h, w.to(torch.uint8), y), "weight must be floating point.*dequantize"),
     (lambda h, w, y: DPO()(w, h, y, ref_chosen_logps=[1.0]), "of the chosen completions must be a tensor"),

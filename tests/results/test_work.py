@@ -8,14 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_losses import EngineOptions, Head, Teacher, TokenSupport, linear_logps, linear_token_loss
 from tests.losses import CE, GRPO, KL
-from tests.reference import (
-    Int8Weight,
-    assert_as_exact_as_plain,
-    double,
-    peak_bytes,
-    problem,
-    tensors_of,
-)
+from tests.reference import Int8Weight, assert_as_exact_as_plain, double, peak_bytes, problem, tensors_of
 from tests.results.losses import ALIKE, LOSSES, OPERATIONS, batch, case_of, policy
 from tests.seam import BACKENDS, LowRank, leave_out_zero_rows, small_tiles, train_all_rows
 

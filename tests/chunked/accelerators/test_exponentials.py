@@ -2,21 +2,14 @@
 
 import math
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 
-from liger_losses import (
-    EngineOptions,
-    Head,
-    Largest,
-    LogitTransform,
-    linear_logps,
-    linear_statistics,
-    linear_token_loss,
-)
+import liger_losses as ll
 from liger_losses.chunked.accelerators import exponentials
 from liger_losses.chunked.accelerators.linear_exp import Exponentials, linear_exponentials
 from liger_losses.chunked.core import stream
@@ -29,6 +22,7 @@ from tests.seam import leave_out_zero_rows, planned_blocks
 
 pytestmark = pytest.mark.usefixtures("small_tiles", "default_gpu")
 pytest.importorskip("triton")
+TRITON = ll.EngineOptions(backend="triton")
 
 
 def plans(call):
@@ -49,7 +43,7 @@ def test_rows_of_a_block_that_is_kept_are_moved_in_its_memory(backend, monkeypat
     upstream, found = torch.linspace(-1, 1, 40) * (torch.arange(40) % 3 > 0), []
     for leaving_out in (leave_out_zero_rows, nullcontext):
         with leaving_out():
-            logps = linear_logps(hidden, weight, labels, backend=backend)
+            logps = ll.linear_logps(hidden, weight, labels, backend=backend)
             found.append(torch.autograd.grad(logps, (hidden, weight), upstream))
     for ours, whole in zip(*found, strict=True):
         # Products of other rows round other sums to bf16.
@@ -88,8 +82,8 @@ def test_the_first_of_two_passes_stores_nothing():
     hidden, weight, labels, _ = inputs()
     options = {"workspace": 12_000, "backend": "triton"}
     with torch.no_grad():
-        alone = linear_logps(hidden, weight, labels, **options)
-    used, together = plans(lambda: linear_logps(hidden, weight, labels, **options))
+        alone = ll.linear_logps(hidden, weight, labels, **options)
+    used, together = plans(lambda: ll.linear_logps(hidden, weight, labels, **options))
     assert used == ["exponentials", "statistics"]
     assert torch.equal(alone, together)
 
@@ -118,10 +112,10 @@ def wide(logits):
 @pytest.mark.parametrize(
     ("transform", "options"),
     [
-        (LogitTransform(), {}),
-        (LogitTransform(0.7, 1.3, 4.0), {"chunk_size": 12}),
-        (LogitTransform(torch.linspace(0.5, 2.0, 40, device=DEVICE), softcap=3.0), {"compact": False}),
-        (LogitTransform(0.7, 1.3, 4.0), None),
+        (ll.LogitTransform(), {}),
+        (ll.LogitTransform(0.7, 1.3, 4.0), {"chunk_size": 12}),
+        (ll.LogitTransform(torch.linspace(0.5, 2.0, 40, device=DEVICE), softcap=3.0), {"compact": False}),
+        (ll.LogitTransform(0.7, 1.3, 4.0), None),
     ],
     ids=["plain", "chunks, soft-cap", "not compact, temperatures, soft-cap", "kept until backward, soft-cap"],
 )
@@ -141,12 +135,12 @@ def test_selected_columns(transform, options, k):
         return (each * s.selected_logps).sum(-1) + of_label * s.logp + 0.1 * s.lse
 
     def call():
-        on = {"selected": ids, "options": EngineOptions(backend="triton", **(options or {}))}
-        arguments = hidden, Head(weight, bias, transform), labels
+        on = {"selected": ids, "options": ll.EngineOptions(backend="triton", **(options or {}))}
+        arguments = hidden, ll.Head(weight, bias, transform), labels
         if options is not None:
             inputs = {"each": each, "of_label": of_label}
-            return linear_token_loss(*arguments, losses, names, token_inputs=inputs, **on)[0]
-        s = linear_statistics(*arguments, names, **on)
+            return ll.linear_token_loss(*arguments, losses, names, token_inputs=inputs, **on)[0]
+        s = ll.linear_statistics(*arguments, names, **on)
         return torch.where(labels >= 0, losses(s, labels, each, of_label), 0.0).sum()
 
     def plain(*leaves):
@@ -174,8 +168,8 @@ def test_entropies(by, softcap):
         return (of_entropy * s.entropy + of_logp * s.logp + 0.1 * s.lse).sum()
 
     def call():
-        head, names = Head(weight, bias, LogitTransform(by, 1.3, softcap)), ("logp", "entropy", "lse")
-        s = linear_statistics(hidden, head, labels, names, metrics="argmax", options=EngineOptions(backend="triton"))
+        head, names = ll.Head(weight, bias, ll.LogitTransform(by, 1.3, softcap)), ("logp", "entropy", "lse")
+        s = ll.linear_statistics(hidden, head, labels, names, metrics="argmax", options=TRITON)
         logits = plain_logits(hidden.float(), weight.float(), bias.float(), divisor, 1.3, softcap)[labels >= 0]
         torch.testing.assert_close(logits.gather(1, s.argmax[labels >= 0, None])[:, 0], logits.amax(-1))
         return total(s)
@@ -194,10 +188,9 @@ def test_entropies_whose_terms_cancel(scale, sure):
     with torch.no_grad():
         rows = weight[(labels + 1) % 90]
         hidden.mul_(scale).add_(sure * rows / rows.norm(dim=1, keepdim=True))
-    options = EngineOptions(backend="triton")
 
     def call():
-        return linear_statistics(hidden, weight, labels, "entropy", options=options).entropy.sum()
+        return ll.linear_statistics(hidden, weight, labels, "entropy", options=TRITON).entropy.sum()
 
     check(call, lambda h, w: plain_statistics(h, w, labels)["entropy"].sum(), hidden, weight)
 
@@ -205,9 +198,9 @@ def test_entropies_whose_terms_cancel(scale, sure):
 @pytest.mark.parametrize(("name", "times"), [("logp", 1), ("entropy", 0)])
 def test_exponentials_that_no_gradient_reads_are_not_computed_again(name, times):
     hidden, weight, labels, _ = inputs()
-    options = EngineOptions(strategy="two_pass", backend="triton")
+    options = ll.EngineOptions(strategy="two_pass", backend="triton")
     with planned_blocks() as names:
-        s = linear_statistics(hidden, weight, labels, ("logp", "entropy"), options=options)
+        s = ll.linear_statistics(hidden, weight, labels, ("logp", "entropy"), options=options)
     assert names == ["exponentials", "statistics"]
     with mock.patch.object(exponentials, "linear_exponentials", wraps=linear_exponentials) as computed:
         torch.autograd.grad(getattr(s, name).sum(), (hidden, weight))
@@ -220,7 +213,7 @@ def test_a_label_that_is_impossible_has_no_term_of_the_entropy():
     bias[7] = -torch.inf
     others, found = torch.where(labels == 7, 8, labels), []
     for y in (torch.where(others >= 0, 7, others), others):
-        s = linear_statistics(hidden, weight, y, "entropy", bias=bias, options=EngineOptions(backend="triton"))
+        s = ll.linear_statistics(hidden, weight, y, "entropy", bias=bias, options=TRITON)
         found.append(torch.autograd.grad(s.entropy.sum(), (hidden, weight)))
     for of_label, of_another in zip(*found, strict=True):
         torch.testing.assert_close(of_label, of_another, rtol=2e-2, atol=1e-2 * float(of_another.abs().max()))
@@ -263,18 +256,16 @@ def test_only_anonymous_largest_columns_are_of_exponentials(served):
     """Of those whose ids are asked for, or that have a gradient, none is another that rounds to the same; many have no
     number in a kernel."""
     hidden, weight, labels, _ = inputs(n=8, vocab=600)
-    loss = CE(
-        token_scaling="entropy", softcap=None if served else 5.0, backend="triton"
-    )  # its slope is in exponentials
+    # The slope of a soft-cap is in exponentials.
+    loss = CE(token_scaling="entropy", softcap=None if served else 5.0, backend="triton")
     assert ("exponentials" in plans(lambda: loss(weight, hidden, labels))[0]) == served
-    given, options = (hidden, weight, labels), EngineOptions(backend="triton")
     for names, metrics, k in (
         (["logp"], ["columns"], 3),
         (["selected_logps"], [], 3),
         (["logp"], ["selected_logps"], 513),
     ):
-        on = {"metrics": metrics, "selected": Largest(k), "options": options}
-        assert plans(lambda names=names, on=on: linear_statistics(*given, names, **on))[0] == ["core"]
+        call = partial(ll.linear_statistics, hidden, weight, labels, names, metrics=metrics, selected=ll.Largest(k))
+        assert plans(partial(call, options=TRITON))[0] == ["core"]
 
 
 @pytest.mark.parametrize("name", ["GRPO, score centering", "GRPO, near the sampler", "cross entropy, by entropy"])
@@ -292,13 +283,12 @@ def test_several_columns_take_the_products_of_one(name):
 def test_columns_outside_of_the_vocabulary_are_an_error_before_they_are_read(outside):
     """Of tokens with a label; those of others may be anything."""
     hidden, weight, labels, _ = inputs()
-    ids, where = torch.arange(40)[:, None].repeat(1, 3), {"options": EngineOptions(backend="triton", compact=False)}
+    ids, where = torch.arange(40)[:, None].repeat(1, 3), {"options": ll.EngineOptions(backend="triton", compact=False)}
     ids[labels < 0] = outside
 
     def call():
-        return linear_token_loss(
-            hidden, weight, labels, lambda s, y: s.logp, selected=ids, metrics="selected_logps", **where
-        )
+        given = hidden, weight, labels, lambda s, y: s.logp
+        return ll.linear_token_loss(*given, selected=ids, metrics="selected_logps", **where)
 
     assert plans(call)[0] == ["exponentials"]
     ids[labels.argmax(), 1] = outside

@@ -6,18 +6,7 @@ from unittest import mock
 import pytest
 import torch
 
-from liger_losses import (
-    Divergence,
-    EngineOptions,
-    Head,
-    QuantizedWeight,
-    Teacher,
-    TokenSupport,
-    linear_divergence,
-    linear_logps,
-    linear_statistics,
-    linear_token_loss,
-)
+import liger_losses as ll
 from liger_losses.chunked.core import block, stream
 from liger_losses.chunked.core.ranks import Ranks
 from liger_losses.chunked.core.statistics import asked_for
@@ -34,11 +23,10 @@ def test_ranks_of_different_sizes_plan_alike():
     """Otherwise one would wait for numbers of a block that another does not have."""
     (hidden, _, labels, _), calls = problem(40, H), set()
     for rank, columns in enumerate(sizes := (9, 1, 193)):
-        head = Head(torch.randn(columns, H), ranks=Ranks(rank=rank, sizes=sizes))
+        head = ll.Head(torch.randn(columns, H), ranks=Ranks(rank=rank, sizes=sizes))
         target = Target(head, hidden, labels, counted=Counted.of_all(40))
-        calls.add(
-            stream.signature(target, target.leaves(), asked_for(["logp"]), EngineOptions(), gradients_in_backward=True)
-        )
+        call = target, target.leaves(), asked_for(["logp"]), ll.EngineOptions()
+        calls.add(stream.signature(*call, gradients_in_backward=True))
     assert len(calls) == 1
 
 
@@ -53,8 +41,8 @@ def test_each_row_is_dequantized_once_a_pass(passes, workspace, trained):
     hidden, weight, labels, _ = problem(600, H, V, masked=0.2)
     quantized = Int8Weight(weight)
     with torch.set_grad_enabled(trained):
-        options = EngineOptions(workspace=workspace, keep=0)
-        logps = linear_statistics(hidden, Head(quantized), labels, options=options).logp
+        options = ll.EngineOptions(workspace=workspace, keep=0)
+        logps = ll.linear_statistics(hidden, ll.Head(quantized), labels, options=options).logp
     if trained:
         torch.autograd.grad(logps.sum(), hidden)
     assert quantized.total == passes * V
@@ -66,9 +54,8 @@ def test_codes_that_are_made_in_fp16_need_no_scale_of_the_loss():
     quantized = Int8Weight(weight)
     quantized.dtype = torch.float16
     with Work() as work:
-        loss, _ = linear_token_loss(
-            hidden, Head(quantized), labels, lambda s, y: -s.logp, options=EngineOptions(keep=0)
-        )
+        given, options = (hidden, ll.Head(quantized), labels), ll.EngineOptions(keep=0)
+        loss, _ = ll.linear_token_loss(*given, lambda s, y: -s.logp, options=options)
         torch.autograd.grad(loss, hidden)
     assert work.flops == pytest.approx(4 * int((labels >= 0).sum()) * H * V, rel=0.01)
 
@@ -77,11 +64,11 @@ def test_codes_that_are_made_in_fp16_need_no_scale_of_the_loss():
 def test_a_block_takes_few_launches_whatever_adds_to_a_gradient(biased, default_gpu):
     hidden, weight, labels, bias = problem(80, H, V, dtype=torch.bfloat16, bias=biased)
     ids, launched, launch = torch.arange(80)[:, None] + torch.arange(3), [], block.softmax_gradient_into
-    options = {"selected": ids, "bias": bias, "options": EngineOptions(backend="triton")}
+    options = {"selected": ids, "bias": bias, "options": ll.EngineOptions(backend="triton")}
     with mock.patch.object(
         block, "softmax_gradient_into", lambda *a, **k: launched.append(k["backend"]) or launch(*a, **k)
     ):
-        found = linear_statistics(hidden, weight, labels, ("selected_logps", "mean_logit"), **options)
+        found = ll.linear_statistics(hidden, weight, labels, ("selected_logps", "mean_logit"), **options)
         (found.selected_logps.sum() + found.mean_logit.sum()).backward()
     assert launched.count("triton") == 1
 
@@ -89,9 +76,10 @@ def test_a_block_takes_few_launches_whatever_adds_to_a_gradient(biased, default_
 @pytest.mark.parametrize(("temperature", "passes"), [(1.0, 2), (2.0, 3)])
 def test_rows_of_both_models_are_read_once_for_statistics_at_one_temperature(temperature, passes):
     hidden, weight, labels, _ = problem(40, H, V)
-    read, run, teacher = [], block.softmax_statistics, Teacher(hidden.detach().flip(0), weight.detach())
+    read, run, teacher = [], block.softmax_statistics, ll.Teacher(hidden.detach().flip(0), weight.detach())
     with mock.patch.object(block, "softmax_statistics", lambda *a, **k: read.append(1) or run(*a, **k)):
-        linear_divergence(hidden, weight, labels, teacher, Divergence.forward_kl(), logp=True, temperature=temperature)
+        given = hidden, weight, labels, teacher, ll.Divergence.forward_kl()
+        ll.linear_divergence(*given, logp=True, temperature=temperature)
     assert len(read) == passes
 
 
@@ -106,13 +94,13 @@ def test_long_rows_in_half_precision(compares):
 
     def gradients(dtype, backend):
         hidden, weight, *teacher = (x.to(DEVICE, dtype).requires_grad_() for x in tensors)
-        options = EngineOptions(backend=backend)
+        options = ll.EngineOptions(backend=backend)
         if compares:
-            teacher = Teacher(*(t.detach() for t in teacher))
-            form = Divergence.mixture(0.3, 0.3, 0.7)
-            found = linear_divergence(hidden, weight, labels, teacher, form, logp=True, options=options)
+            teacher = ll.Teacher(*(t.detach() for t in teacher))
+            form = ll.Divergence.mixture(0.3, 0.3, 0.7)
+            found = ll.linear_divergence(hidden, weight, labels, teacher, form, logp=True, options=options)
         else:
-            found = linear_statistics(hidden, weight, labels, ("logp", "entropy", "lse"), options=options)
+            found = ll.linear_statistics(hidden, weight, labels, ("logp", "entropy", "lse"), options=options)
         return torch.autograd.grad(sum(value.sum() for value in found if value is not None), (hidden, weight))
 
     for ours, exact in zip(gradients(torch.bfloat16, "triton"), gradients(torch.double, "torch"), strict=True):
@@ -126,17 +114,17 @@ def test_rows_that_many_tokens_keep_are_rounded_few_times(sparse, chunk_size):
     labels, kept, grads = torch.randint(3, (600,)), torch.arange(5).expand(600, 5), []
     for dtype, chunks in ((torch.bfloat16, chunk_size), (torch.double, None)):
         w = weight.detach().to(dtype).requires_grad_()
-        support = TokenSupport(kept, sparse_grad=sparse)
-        logps = linear_logps(hidden.detach().to(dtype), w, labels, support=support, chunk_size=chunks)
+        support = ll.TokenSupport(kept, sparse_grad=sparse)
+        logps = ll.linear_logps(hidden.detach().to(dtype), w, labels, support=support, chunk_size=chunks)
         grads.append(torch.autograd.grad(logps.sum(), w)[0].to_dense())
     assert relative_error(*grads) < 0.004
 
 
 def test_adapters_beside_a_sparse_gradient_are_dense():
     w, a, b = (torch.randn(size, requires_grad=True) for size in ((V, 8), (2, 8), (V, 2)))
-    labels, head = torch.arange(6), Head(w, adapters=(LowRank(a, b),))
-    support = TokenSupport(labels[:, None] + torch.arange(3), sparse_grad=True)
-    logps = linear_logps(torch.randn(6, 8), head, labels, support=support)
+    labels, head = torch.arange(6), ll.Head(w, adapters=(LowRank(a, b),))
+    support = ll.TokenSupport(labels[:, None] + torch.arange(3), sparse_grad=True)
+    logps = ll.linear_logps(torch.randn(6, 8), head, labels, support=support)
     assert [g.is_sparse for g in torch.autograd.grad(logps.sum(), (w, a, b))] == [True, False, False]
 
 
@@ -144,7 +132,7 @@ def test_a_quantized_weight_may_be_a_dataclass():
     """It is made of its own tensors, and of nothing that stands for them."""
 
     @dataclass(eq=False)
-    class OfFields(QuantizedWeight):
+    class OfFields(ll.QuantizedWeight):
         codes: torch.Tensor
 
         def __post_init__(self):
@@ -154,5 +142,6 @@ def test_a_quantized_weight_may_be_a_dataclass():
             return self.codes[start:stop] * 0.05
 
     hidden, _, labels, _ = problem(40, H, V)
-    linear_logps(hidden, Head(OfFields(torch.randint(-99, 99, (V, H), dtype=torch.int8))), labels).sum().backward()
+    weight = OfFields(torch.randint(-99, 99, (V, H), dtype=torch.int8))
+    ll.linear_logps(hidden, ll.Head(weight), labels).sum().backward()
     assert hidden.grad.abs().sum() > 0

@@ -10,6 +10,7 @@ from liger_losses import EngineOptions, Head, linear_statistics, register_quanti
 from liger_losses.chunked.core import stream
 from liger_losses.chunked.core.quantizers import _FINDERS, GPTQRows
 from tests.losses import CE
+from tests.models import adapted
 from tests.quantized_layers import LAYERS, PackedLinear, bnb_linear, dequantized
 from tests.reference import Int8Weight, double, gradients, problem, relative_error, weighted
 from tests.seam import LowRank
@@ -159,11 +160,9 @@ def test_layouts_that_are_not_known(monkeypatch):
 
 def test_merged_adapters_that_are_disabled():
     """PEFT's forward takes them out of the weight again."""
-    peft = pytest.importorskip("peft")
     plain = linear()
     weight = plain.weight.detach().clone()
-    config = peft.LoraConfig(r=4, target_modules=["0"], init_lora_weights=False)
-    model = peft.get_peft_model(nn.Sequential(plain), config)
+    model = adapted(nn.Sequential(plain), "0")
     model.merge_adapter()
     layer = model.base_model.model[0]
     assert relative_error(Head.of(layer).weight, weight) > 0.1
@@ -172,18 +171,14 @@ def test_merged_adapters_that_are_disabled():
 
 
 def test_lora_on_an_embedding_is_refused():
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=4, target_modules=["0"], init_lora_weights=False)
-    layer = peft.get_peft_model(nn.Sequential(nn.Embedding(V, H)), config).base_model.model[0]
+    layer = adapted(nn.Sequential(nn.Embedding(V, H)), "0").base_model.model[0]
     with pytest.raises(TypeError, match="'default' of Embedding belongs to an embedding"):
         Head.of(layer)
 
 
 def test_dropout_before_an_adapter():
     """Drawn as PEFT's layer draws it."""
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=4, lora_dropout=0.5, target_modules=["0"], init_lora_weights=False)
-    layer = peft.get_peft_model(nn.Sequential(linear()), config).base_model.model[0].train()
+    layer = adapted(nn.Sequential(linear()), "0", lora_dropout=0.5).base_model.model[0]
     hidden, _, labels, _ = problem(30, H, V)
     for training in (True, False):
         layer.train(training)

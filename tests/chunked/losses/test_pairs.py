@@ -25,29 +25,6 @@ def batch(seed=0, dtype=torch.float64, scale=1.0):
     return hidden, weight, labels, ref_hidden.detach(), ref_weight.detach()
 
 
-@pytest.mark.parametrize("loss_type", ["sigmoid", "simpo"])
-def test_the_likelihood_of_third_completions(loss_type):
-    """TPO (arXiv:2405.16681), and with simpo's margin TPO-L; gold completions of another number, and without tokens."""
-    hidden, weight, labels, *_ = batch()
-    gold_hidden, _, gold, _ = problem(shape=(2, 5), h=H, v=V, dtype=torch.float64, seed=3)
-    loss = CPO(beta=BETA, loss_type=loss_type, gamma=0.4, alpha=0.7)
-    for targets in (gold, torch.full_like(gold, -100)):
-        nll = -plain_statistics(gold_hidden, weight, targets)["logp"].sum() / (targets >= 0).sum().clamp(min=1)
-        exact = loss.replace(compute_nll_loss=False)(weight, hidden, labels)[0] + 0.7 * nll
-        value, metrics = loss(weight, hidden, labels, gold=(gold_hidden, targets))
-        torch.testing.assert_close(value, exact)
-        torch.testing.assert_close(metrics.chosen_nll_loss, nll.detach())
-        assert_close_gradients(value, exact, (hidden, weight, gold_hidden))
-    shifted = loss.replace(shift=True)(weight, hidden, labels, gold=Completions(gold_hidden, gold))[1]
-    moved = F.pad(gold[:, 1:], (0, 1), value=-100)
-    torch.testing.assert_close(
-        shifted.chosen_nll_loss, -plain_statistics(gold_hidden, weight, moved)["logp"].sum() / (moved >= 0).sum()
-    )
-    for refused, given in ((DPO(use_ref_model=False), {}), (loss, {"nll_target": labels[:B]})):
-        with pytest.raises(ValueError, match="gold= are the completions of the likelihood"):
-            refused(weight, hidden, labels, gold=(gold_hidden, gold), **given)
-
-
 class TokenDPO(PreferenceLoss):
     """TDPO-like: the sum of each token's log-ratio, clipped."""
 

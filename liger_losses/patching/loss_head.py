@@ -30,7 +30,7 @@ from liger_losses.patching.report import Entry
 from liger_losses.patching.swap import (
     Filter,
     Replacement,
-    find,
+    Search,
     hooks_of,
     original_class,
     replacement_of,
@@ -326,15 +326,12 @@ def prepare_head(model: nn.Module, filter_fn: Filter | None = None) -> list[Entr
     if owner is None:
         without = "it has no output embedding; for token losses, pass the model with its lm_head (AutoModelForCausalLM)"
         return [Entry("", type(model).__name__, None, without)]
-    head, entries, prepared = owner.get_output_embeddings(), list[Entry](), list[tuple[Any, Any]]()
+    head, search = owner.get_output_embeddings(), Search(filter_fn)
     for layer in dict.fromkeys([*filter(_is_quantized_layer, head.modules()), head]):
         path = next((name for name, other in model.named_modules() if other is layer), "")
-        listed, kind = find(LossHead, path, layer, filter_fn, {})
-        entries += listed
-        prepared += [] if kind is None else [(layer, kind)]
-    for layer, kind in prepared:  # once filter_fn has seen all: if it raises, the model is as before
-        swap(layer, kind)
-    return entries
+        search.finds(LossHead, path, layer)
+    search.swap()
+    return search.entries
 
 
 def reason_against_head(model: Any) -> str:

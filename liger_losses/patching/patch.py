@@ -12,14 +12,7 @@ from liger_losses.patching.mlps import GatedExperts, GatedMLP
 from liger_losses.patching.norms import Norm
 from liger_losses.patching.report import PatchReport
 from liger_losses.patching.rotations import Rotations
-from liger_losses.patching.swap import (
-    Filter,
-    Replacement,
-    find,
-    reason_not_to_restore,
-    restore,
-    swapped_class,
-)
+from liger_losses.patching.swap import Filter, Replacement, Search, reason_not_to_restore, restore
 
 
 @lists_arguments
@@ -83,22 +76,16 @@ def patch(
             f"tile_mlps must be True, False or a positive number of tokens, and needs mlps=True, got {tile_mlps!r}."
         )
     kinds: list[type[Replacement]] = [Norm] * norms + [GatedMLP, GatedExperts] * mlps + [Rotations] * rope
-    before, entries, classes = [*map(type, model.modules())], [], []
-    matches: dict[Any, tuple[Replacement | str, nn.Module]] = {}
+    before, search = [*map(type, model.modules())], Search(filter_fn, tile_mlps)
     for path, module in model.named_modules():
         for kind in kinds:
-            listed, replacement = find(kind, path, module, filter_fn, matches, tile_mlps)
-            entries += listed
-            if replacement is not None:
-                classes.append((module, swapped_class(module, replacement)))
+            if search.finds(kind, path, module):
                 break
     heads = prepare_head(model, filter_fn) if loss_head else []
-    # From here on nothing raises, so that a model is patched as a whole or not at all.
-    for module, swapped in classes:
-        module.__class__ = swapped
+    search.swap()
     if heads and not any(entry.reason for entry in heads):
         patch_head(model, LossForward(keep_logits, eval_logits))
-    return PatchReport(entries + heads, [*map(type, model.modules())] == before)
+    return PatchReport(search.entries + heads, [*map(type, model.modules())] == before)
 
 
 patch.arguments_elsewhere = {  # type: ignore[attr-defined]

@@ -173,23 +173,13 @@ def observe(
     return [output.detach(), *torch.autograd.grad(output, leaves, upstream, allow_unused=True)]
 
 
-class _Computed(nn.Module):
-    """A module whose forward is ``compute``."""
-
-    def __init__(self, compute: Callable[[Any, Tensor], Tensor], module: nn.Module) -> None:
-        super().__init__()
-        self.compute, self.module = compute, module
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.compute(self.module, x)
-
-
 def call_with(
     parameters: Mapping[str, Tensor], compute: Callable[[Any, Tensor], Tensor], module: nn.Module, x: Tensor
 ) -> Any:
     """``compute(module, x)``, with other parameters under these names, and without the module's hooks."""
-    named = {f"module.{name}": parameter for name, parameter in parameters.items()}
-    return torch.func.functional_call(_Computed(compute, module), named, x)
+    around: Any = nn.ModuleDict({"module": module})
+    around.forward = partial(compute, module)
+    return torch.func.functional_call(around, {f"module.{name}": p for name, p in parameters.items()}, x)
 
 
 def check_close(

@@ -105,49 +105,63 @@ def is_short(x: Tensor) -> bool:
     return x.numel() <= FEW_TOKENS * x.shape[-1] and records_nothing()
 
 
-def find(
-    kind: type[Replacement],
-    path: str,
-    module: nn.Module,
-    filter_fn: Filter | None,
-    matches: dict[Any, tuple[Replacement | str, nn.Module]],
-    tile_mlps: bool | int = False,
-) -> tuple[list[Entry], Replacement | None]:
-    """A module's line of the report, if it is listed, and what of a kind replaces it from now on.
+class Search:
+    """What is found in the modules of one model.
 
-    ``matches`` holds what was found for other modules, a replacement or a reason, by their keys; and those modules, as
-    keys contain addresses of objects that they hold.
+    Attributes:
+        entries: the lines of the report.
     """
-    name, present = original_class(module).__name__, replacement_of(module)
 
-    def is_left() -> bool:
-        return filter_fn is not None and not filter_fn(module, path)
+    def __init__(self, filter_fn: Filter | None, tile_mlps: bool | int = False) -> None:
+        self.filter_fn, self.tile_mlps, self.entries = filter_fn, tile_mlps, list[Entry]()
+        self._swapped: list[tuple[nn.Module, type[nn.Module]]] = []
+        # What was found for modules, a replacement or a reason, by their keys; and those modules, as keys contain
+        # addresses of objects that they hold.
+        self._matches: dict[Any, tuple[Replacement | str, nn.Module]] = {}
 
-    if present is not None:
-        if not isinstance(present, kind):
-            return [], None
-        stays = reason_not_to_restore(module) is not None or is_left()
-        tiled = present if stays else present.in_tiles(tile_mlps)
-        return [Entry(path, name, str(tiled))], None if tiled == present else tiled
-    try:
-        if not kind.is_candidate(module):
-            return [], None
-        reason, key, listed = kind.reason_to_leave(module), (kind, kind.key(module)), kind.is_worth_listing(module)
-    except Exception as error:
-        return [Entry(path, name, None, probing.reason_of(error))], None
-    if reason is None and is_left():
-        reason = LEFT_OUT
-    if reason is None and key not in matches:
+    def finds(self, kind: type[Replacement], path: str, module: nn.Module) -> bool:
+        """Whether something of a kind replaces a module, from :meth:`swap` on or already."""
+        present = replacement_of(module)
+        if present is not None:
+            if isinstance(present, kind):
+                stays = reason_not_to_restore(module) is not None or self._leaves(module, path)
+                self._add(path, module, present if stays else present.in_tiles(self.tile_mlps))
+            return isinstance(present, kind)
+        key, listed = None, True
         try:
-            with probing.isolated():
-                matches[key] = kind.match(module), module
+            if not kind.is_candidate(module):
+                return False
+            reason, key, listed = kind.reason_to_leave(module), (kind, kind.key(module)), kind.is_worth_listing(module)
         except Exception as error:
-            matches[key] = probing.reason_of(error), module
-    match = reason or matches[key][0]
-    if isinstance(match, str):
-        return [Entry(path, name, None, match)] if listed else [], None
-    match = match.in_tiles(tile_mlps)
-    return [Entry(path, name, str(match))], match
+            reason = probing.reason_of(error)
+        if reason is None and self._leaves(module, path):
+            reason = LEFT_OUT
+        if reason is None and key not in self._matches:
+            try:
+                with probing.isolated():
+                    self._matches[key] = kind.match(module), module
+            except Exception as error:
+                self._matches[key] = probing.reason_of(error), module
+        match = reason or self._matches[key][0]
+        if not isinstance(match, str):
+            self._add(path, module, match.in_tiles(self.tile_mlps))
+            return True
+        if listed:
+            self.entries.append(Entry(path, type(module).__name__, None, match))
+        return False
+
+    def _leaves(self, module: nn.Module, path: str) -> bool:
+        return self.filter_fn is not None and not self.filter_fn(module, path)
+
+    def _add(self, path: str, module: nn.Module, replacement: Replacement) -> None:
+        self.entries.append(Entry(path, original_class(module).__name__, str(replacement)))
+        if replacement != replacement_of(module):
+            self._swapped.append((module, swapped_class(module, replacement)))
+
+    def swap(self) -> None:
+        """Replace what was found, in place. Nothing raises here: a model is patched as a whole or not at all."""
+        for module, swapped in self._swapped:
+            module.__class__ = swapped
 
 
 def swapped_class(module: nn.Module, replacement: Replacement) -> type[nn.Module]:

@@ -104,7 +104,7 @@ def _merged(counted: Any, left_out: Any, rows: Tensor, others: Tensor) -> Any:
 
 
 #: Calls a function when all of a backward is queued, as DDP is called; torch has no public name for it.
-_queue_callback: Any = getattr(getattr(torch.autograd.Variable, "_execution_engine", None), "queue_callback", None)
+queue_callback: Any = getattr(getattr(torch.autograd.Variable, "_execution_engine", None), "queue_callback", None)
 
 
 class _Merge(torch.autograd.Function):
@@ -136,8 +136,8 @@ class _Merge(torch.autograd.Function):
                     "without split_by_coefficient, or with liger_losses.trl.enable(skip_zero_advantages=False)."
                 )
 
-        if gradient.is_cuda and _queue_callback is not None:  # at once where torch cannot
-            _queue_callback(check)
+        if gradient.is_cuda and queue_callback is not None:  # at once where torch cannot
+            queue_callback(check)
         else:
             check()
         # NaN where theirs is not finite, as it would be in the whole batch's gradients.

@@ -105,7 +105,7 @@ def test_what_is_not_finite_reaches_all_gradients(value):
 def test_a_gradient_where_there_is_no_coefficient_is_an_error(queues, monkeypatch):
     """At the end of backward; at once where torch has no name for that."""
     if not queues:
-        monkeypatch.setattr(sequences, "_queue_callback", None)
+        monkeypatch.setattr(sequences, "queue_callback", None)
     model = Model()
     found = split_by_coefficient(model, COEFFICIENTS["some"])
     with pytest.raises(RuntimeError, match=r"a sequence whose coefficient is 0 has a gradient"):

@@ -35,8 +35,9 @@ from liger_losses.patching.swap import (
     original_class,
     replacement_of,
     restore,
-    swap,
+    swapped_class,
 )
+from liger_losses.sequences import queue_callback
 
 #: The attribute of a prepared head that says whether the model's loss shifts the labels, once that is known.
 SHIFTS = "_liger_losses_shifts"
@@ -146,9 +147,8 @@ class KeepGathered(torch.autograd.Function):
 
         if parameter.ds_status.name != "AVAILABLE":
             parameter.all_gather(param_list=[parameter])
-            engine = getattr(torch.autograd.Variable, "_execution_engine", None)
-            if engine is not None:  # else it stays gathered until DeepSpeed partitions it
-                engine.queue_callback(partition)
+            if queue_callback is not None:  # else it stays gathered until DeepSpeed partitions it
+                queue_callback(partition)
         return gradient
 
 
@@ -468,12 +468,13 @@ def _finished(output: Any, keep: bool) -> Any:
     """A forward's output, with the values of pending logits, or, where it has a loss, without them."""
     if isinstance(output, PendingLogits):
         return output.values()
-    entries: Any = output if isinstance(output, dict) else dict(enumerate(output)) if type(output) is tuple else {}
-    if not any(isinstance(value, PendingLogits) for value in entries.values()):
+    if type(output) is tuple:
+        return tuple([_finished(x, keep) for x in output if keep or not isinstance(x, PendingLogits)])
+    if not isinstance(output, dict) or not any(isinstance(value, PendingLogits) for value in output.values()):
         return output
-    keep = keep or (entries is output and output.get("loss") is None)
-    entries = {name: _finished(x, keep) for name, x in entries.items() if keep or not isinstance(x, PendingLogits)}
-    return type(output)(**entries) if isinstance(output, dict) else tuple(entries.values())
+    keep = keep or output.get("loss") is None
+    entries = {name: _finished(x, keep) for name, x in output.items() if keep or not isinstance(x, PendingLogits)}
+    return type(output)(**entries)
 
 
 def _warn_of_many(model: nn.Module, output: Any) -> None:
@@ -492,7 +493,7 @@ def _warn_of_many(model: nn.Module, output: Any) -> None:
 def patch_head(model: nn.Module, options: LossForward) -> None:
     """Let a model whose head is prepared compute its loss without logits."""
     owner = owner_of_head(model)
-    swap(owner, options)  # again, too: the class of the model may have another forward since
+    owner.__class__ = swapped_class(owner, options)  # again, too: its class may have another forward since
     forward = vars(owner).get("forward")
     if forward is not None and getattr(forward, "func", None) is not _with_loss:
         owner.forward = functools.update_wrapper(partial(_with_loss, forward, owner), forward)

@@ -102,8 +102,12 @@ def loss_inputs(
         raise TypeError(f"{reason}." + see("models-that-cannot-be-patched"))
     shifted = _shifted(targets, batch.get("attention_mask"), ignore_index) if shift_labels is None else targets
     losses = _Losses()
+    takes_labels = "labels" in inspect.signature(inspect.unwrap(type(inner).forward)).parameters
+    # With labels, a forward may not look at its cache; transformers 5.24 calls it `cache`.
+    cached = any(batch.get(name) is not None for name in ("cache", "past_key_values"))
     with pending_logits(inner), contextlib.ExitStack() as stack:
-        if shift_labels is None and not hasattr(head, SHIFTS) and _can_ask(inner, targets, batch):
+        asks = shift_labels is None and not hasattr(head, SHIFTS)
+        if asks and takes_labels and targets.shape[-1] > 1 and not cached:
             batch["labels"] = torch.full_like(targets, -100)
             batch["labels"][..., 0] = 0  # a shift drops all that carry loss
             stack.enter_context(losses)
@@ -169,11 +173,3 @@ class _Losses(TorchFunctionMode):
             return func(*args, **kwargs)
         self.labels.append(kwargs["target"] if "target" in kwargs else args[1])
         return args[0].hidden_states.new_zeros((), dtype=torch.float32)
-
-
-def _can_ask(model: nn.Module, targets: Tensor, batch: dict[str, Any]) -> bool:
-    """Whether a forward with labels tells if the model compares the logits at ``t`` with the label at ``t + 1``."""
-    takes_labels = "labels" in inspect.signature(inspect.unwrap(type(model).forward)).parameters
-    # With labels, a forward may not look at its cache; transformers 5.24 calls it `cache`.
-    cached = any(batch.get(name) is not None for name in ("cache", "past_key_values"))
-    return takes_labels and targets.shape[-1] > 1 and not cached

@@ -111,13 +111,10 @@ class Norm(Replacement):
 
 def _candidates(module: nn.Module, gate: str | None) -> Iterator[Norm]:
     names = tuple(name for name, _ in module.named_parameters(recurse=False))
-    multiply = [("multiply", "cast_first"), ("multiply", "fp32")]
-    forms: list[tuple[Callable[..., Tensor], tuple[Any, ...]]] = [] if gate is not None else [(layer_norm, ())]
-    if len(names) < 2 and gate is not None:
-        forms = [(gated_rms_norm, (m, ("gate_first", first))) for m in multiply for first in (False, True)]
-    elif len(names) < 2:
-        offsets = (0.0, 1.0) if names else (0.0,)
-        forms = [*((rms_norm, (m, ("offset", offset))) for m in multiply for offset in offsets), *forms]
+    rms, option, choices = (gated_rms_norm, "gate_first", (False, True)) if gate else (rms_norm, "offset", (0.0, 1.0))
+    multiplied = itertools.product(("cast_first", "fp32"), choices if len(names) < 2 else ())
+    forms: list[tuple[Any, Any]] = [(rms, (("multiply", by), (option, choice))) for by, choice in multiplied]
+    forms += [] if gate else [(layer_norm, ())]
     # The module's own numbers first, then the constants in the code of some models.
     for eps in dict.fromkeys([*probing.floats_of(module), 1e-5, 1e-6]):
         for (function, options), order in itertools.product(forms, dict.fromkeys((names, names[::-1]))):

@@ -126,7 +126,8 @@ class PendingLogits:  # no dataclass: fully_shard would look for tensors in it, 
         hidden states, as inside of adapters.
         """
         if not self.computed:
-            if operation and self.shape[-1] > self.hidden_states.shape[-1]:
+            several = self.shape[-1] > self.hidden_states.shape[-1]
+            if operation and several and not torch.compiler.is_dynamo_compiling():
                 _warn_computed(operation)
             # Those of logits that were made without gradients require none.
             with torch.set_grad_enabled(self.requires_grad), self.forward_autocast():
@@ -208,8 +209,6 @@ def _with_values(argument: Any, operation: str) -> Any:
 
 
 def _warn_computed(operation: str) -> None:
-    if torch.compiler.is_dynamo_compiling():
-        return
     frame, line = calling_line()
     warn(
         f"{operation}, called in {frame.f_globals.get('__name__', '?')}:{line}, needs the values of pending logits: "

@@ -87,10 +87,7 @@ def copy_of(
     memo: dict[int, Any] = {id(child): stand_in for child, stand_in in (stand_ins or {}).items()}
     for parameter in module.parameters(recurse=False):
         memo[id(parameter)] = nn.Parameter(random((0,) if empty else shape_of(parameter), generator))
-    try:
-        return copy.deepcopy(module, memo)
-    except Exception as error:
-        raise Mismatch(f"it cannot be copied ({type(error).__name__}: {error})") from error
+    return copy.deepcopy(module, memo)
 
 
 def fingerprint(value: Any) -> Any:

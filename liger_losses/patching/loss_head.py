@@ -327,9 +327,9 @@ def prepare_head(model: nn.Module, filter_fn: Filter | None = None) -> list[Entr
         without = "it has no output embedding; for token losses, pass the model with its lm_head (AutoModelForCausalLM)"
         return [Entry("", type(model).__name__, None, without)]
     head, search = owner.get_output_embeddings(), Search(filter_fn)
+    paths = {layer: path for path, layer in model.named_modules()}
     for layer in dict.fromkeys([*filter(_is_quantized_layer, head.modules()), head]):
-        path = next((name for name, other in model.named_modules() if other is layer), "")
-        search.finds(LossHead, path, layer)
+        search.finds(LossHead, paths.get(layer, ""), layer)
     search.swap()
     return search.entries
 

@@ -140,17 +140,18 @@ class AutoLigerModelForCausalLM(metaclass=_AutoLigerModel):
         Returns:
             The model; its ``liger_report`` says what was replaced.
         """
-        return _patched(cls.__getattr__("from_pretrained")(*args, **kwargs), patch_options)
+        return cls._load("from_pretrained", *args, patch_options=patch_options, **kwargs)
 
     @classmethod
     def from_config(cls, *args: Any, patch_options: dict[str, Any] | None = None, **kwargs: Any) -> Any:
         """Make a model with random weights and patch it; arguments and result are as in :meth:`from_pretrained`."""
-        return _patched(cls.__getattr__("from_config")(*args, **kwargs), patch_options)
+        return cls._load("from_config", *args, patch_options=patch_options, **kwargs)
 
-
-def _patched(model: Any, options: dict[str, Any] | None) -> Any:
-    model.liger_report = patch(model, **(options or {}))
-    return model
+    @classmethod
+    def _load(cls, method: str, *args: Any, patch_options: dict[str, Any] | None, **kwargs: Any) -> Any:
+        model = cls.__getattr__(method)(*args, **kwargs)
+        model.liger_report = patch(model, **(patch_options or {}))
+        return model
 
 
 def _check_model(model: Any) -> None:

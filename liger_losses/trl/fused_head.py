@@ -120,11 +120,10 @@ def add_fused_lm_head(
     share_prompts = groups and chosen.share_prompts
     model._liger_losses_head = FusedHeadOptions(temperature, cast_lm_head_to_fp32, tuple(outputs), share_prompts)
     loss_head.prepare_head(model)  # before fully_shard, which derives its classes from those it finds
-    own = vars(model).get("forward")
-    if own is not None and getattr(own, "_liger_losses_head", False):
+    own = model.forward
+    if getattr(own, "_liger_losses_head", False):
         return
-    inner = type(model).forward if own is None else getattr(own, "__func__", own)
-    bound = own is None or hasattr(own, "__func__")
+    inner, bound = getattr(own, "__func__", own), hasattr(own, "__func__")
 
     @functools.wraps(type(model).forward)
     def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:

@@ -22,7 +22,7 @@ from torch.testing import assert_close
 from liger_losses.patching.loss_head import pending_logits
 from liger_losses.patching.patch import patch, unpatch
 from tests import processes
-from tests.models import small, without_logits
+from tests.models import ids_and_labels, small, without_logits
 from tests.processes import BACKENDS, device_type, whole
 
 # --- The models -------------------------------------------------------------------------------------------------------
@@ -64,19 +64,21 @@ def save(folder):
 def load(folder, name, **options):
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder / name, **options)
+    return AutoModelForCausalLM.from_pretrained(folder / name, **options).train()
 
 
 def load_split(folder, name, plan="auto"):
     from transformers.distributed import DistributedConfig
 
-    return load(folder, name, distributed_config=DistributedConfig(tp_plan=plan)).train()
+    return load(folder, name, distributed_config=DistributedConfig(tp_plan=plan))
+
+
+def mesh_of_two():
+    return init_device_mesh(device_type(), (2,))
 
 
 def batch(rows=ROWS):
-    g = torch.Generator().manual_seed(0)
-    ids = torch.randint(WORDS, (rows, LENGTH), generator=g)
-    return ids, ids.masked_fill(torch.rand(ids.shape, generator=g) < 0.3, -100)
+    return ids_and_labels(0, WORDS, rows, LENGTH)
 
 
 def gradients(model):
@@ -167,16 +169,18 @@ def values(model):
         return loss.detach(), logits.argmax(-1), gradients(model)
 
 
+def generation(model):
+    return model.generate(batch()[0][:, :3], max_new_tokens=4, do_sample=False)
+
+
 WITHOUT_LOGITS = (training, log_probs, evaluation)
 
 
 def run_model(folder, name, left):
     model = load_split(folder, name)
     forward = vars(model.lm_head)["forward"]
-    plain = {check: check(model) for check in (*WITHOUT_LOGITS, values)}
-    close(plain[training], training(load(folder, name).train()), "transformers")
-    ids, _ = batch()
-    generated = model.generate(ids[:, :3], max_new_tokens=4, do_sample=False)
+    plain = {check: check(model) for check in (*WITHOUT_LOGITS, values, generation)}
+    close(plain[training], training(load(folder, name)), "transformers")
 
     report = patch(model, eval_logits=False)
     assert {entry.class_name for entry in report.left} == left, str(report)
@@ -187,7 +191,7 @@ def run_model(folder, name, left):
         close(check(model), plain[check], check.__name__)
         with pending_logits(model), without_logits() if check in WITHOUT_LOGITS else contextlib.nullcontext():
             close(check(model), plain[check], check.__name__)
-    assert torch.equal(model.generate(ids[:, :3], max_new_tokens=4, do_sample=False), generated)
+    assert torch.equal(generation(model), plain[generation])
 
     unpatch(model)
     assert vars(model.lm_head)["forward"] is forward
@@ -223,7 +227,7 @@ def run_fused(folder, name):
 
     from liger_losses.trl.fused_head import add_fused_lm_head
 
-    plain, model = load(folder, name).train(), load_split(folder, name)
+    plain, model = load(folder, name), load_split(folder, name)
     for each in (plain, model):
         each.config.output_router_logits = False
     expected = losses_and_gradients(plain, plain_head)
@@ -242,22 +246,22 @@ def run_two_dimensions(folder, name, tail, pairs):
     ids, labels = batch(pairs * ROWS)
     count = (labels[:, 1:] != -100).sum()
     options = {"output_router_logits": False} if name == "mixtral" else {}  # whose loss is not a sum over tokens
-    plain = load(folder, name, **options).train()
+    plain = load(folder, name, **options)
     expected = plain(input_ids=ids, labels=labels, num_items_in_batch=count).loss
     expected.backward()
     expected = expected.detach(), gradients(plain)
     mine = mesh["dp"].get_local_rank()
     ids, labels = (x.split(ROWS)[mine] for x in (ids, labels))
     for fused_head in (False, True):
-        model = split_over(load(folder, name, **options).train(), mesh["tp"])
+        model = split_over(load(folder, name, **options), mesh["tp"])
         if fused_head:
             add_fused_lm_head(model)
         else:
             assert patch(model).replaced
         fully_sharded(model, mesh["dp"], tail)
-        fused_options = {"fused_lm_head": True} if fused_head else {}
+        given = {"num_items_in_batch": count / pairs} | ({"fused_lm_head": True} if fused_head else {})
         with without_logits():
-            outputs = model(input_ids=ids, labels=labels, num_items_in_batch=count / pairs, **fused_options)
+            outputs = model(input_ids=ids, labels=labels, **given)
             assert fused_head or outputs.logits is None
             outputs.loss.backward()
         loss = outputs.loss.detach().clone()
@@ -299,9 +303,9 @@ def other_styles(folder):
         "got [Shard(dim=1)]": split.RowwiseParallel(input_layouts=Replicate()),
     }
     for reason, style in styles.items():
-        model = load(folder, "llama").train()
-        style.shard_param(model.lm_head, "weight", init_device_mesh(device_type(), (2,)))
-        style.install_forward(model.lm_head, init_device_mesh(device_type(), (2,)))
+        model = load(folder, "llama")
+        style.shard_param(model.lm_head, "weight", mesh_of_two())
+        style.install_forward(model.lm_head, mesh_of_two())
         hidden = torch.randn(2, 3, 16, generator=torch.Generator().manual_seed(0))
         before = model.lm_head(hidden)
         assert reason in reason_of_head(model), reason
@@ -320,40 +324,37 @@ def head_that_is_not_split(folder):
 
 def torchs_own(folder):
     """A head that parallelize_module has split has hooks, not a forward of its own."""
-    model = load(folder, "llama").train()
+    model, plan = load(folder, "llama"), {"lm_head": ColwiseParallel(output_layouts=Replicate())}
     expected = training(model)
-    plan = ColwiseParallel(output_layouts=Replicate())
-    parallelize_module(model, init_device_mesh(device_type(), (2,)), {"lm_head": plan})
+    parallelize_module(model, mesh_of_two(), plan)
     assert "parallelize_module" in reason_of_head(model)
     close(training(model), expected)
-    model = load(folder, "llama").train()
+    model = load(folder, "llama")
     patch(model)
-    parallelize_module(model, init_device_mesh(device_type(), (2,)), {"lm_head": plan})
+    parallelize_module(model, mesh_of_two(), plan)
     with pytest.warns(RuntimeWarning, match="computes its logits"):
         close(training(model), expected)
 
 
 def patched_too_early(folder):
     """Before transformers splits the model."""
-    model = load(folder, "llama").train()
-    expected, evaluated = training(model), evaluation(model)
-    ids, _ = batch()
-    generated = model.generate(ids[:, :3], max_new_tokens=3, do_sample=False)
+    model = load(folder, "llama")
+    expected, evaluated, generated = training(model), evaluation(model), generation(model)
     patch(model)
-    split_over(model, init_device_mesh(device_type(), (2,)))
+    split_over(model, mesh_of_two())
     with pytest.warns(RuntimeWarning, match="computes its logits"):
         found = training(model)
     close(found, expected)
     close(evaluation(model), evaluated)
-    assert torch.equal(model.generate(ids[:, :3], max_new_tokens=3, do_sample=False), generated)
+    assert torch.equal(generation(model), generated)
 
 
 def patched_too_late(folder):
     """After fully_shard, which has split the head's rows again."""
-    expected = training(load(folder, "llama").train())
+    expected = training(load(folder, "llama"))
     mesh = init_device_mesh(device_type(), (1, 2), mesh_dim_names=("dp", "tp"))
     for tail in (False, True):
-        model = fully_sharded(split_over(load(folder, "llama").train(), mesh["tp"]), mesh["dp"], tail)
+        model = fully_sharded(split_over(load(folder, "llama"), mesh["tp"]), mesh["dp"], tail)
         assert "then patch(model), then fully_shard" in reason_of_head(model)
         close(training(model), expected)
 
@@ -378,12 +379,9 @@ def on_two(folder):
 
 
 def on_four(folder):
-    tails = {"llama": (False, True), "llama, tied": (False,), "gemma2, tied": (False,), "mixtral": (False, True)}
-    return {
-        f"{name}, tail: {tail}": functools.partial(run_two_dimensions, folder, name, tail, 2)
-        for name, found in tails.items()
-        for tail in found
-    }
+    cases = [(name, False) for name in ("llama", "llama, tied", "gemma2, tied", "mixtral")]
+    cases += [("llama", True), ("mixtral", True)]
+    return {f"{name}, {tail}": functools.partial(run_two_dimensions, folder, name, tail, 2) for name, tail in cases}
 
 
 @pytest.mark.distributed

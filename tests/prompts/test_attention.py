@@ -46,30 +46,26 @@ def test_the_rest_of_a_model_is_as_it_was():
     assert apart(loss_and_gradients(model, shared(model, *batch))[1], expected) == (0, 0)
 
 
-@pytest.fixture
-def block_masks(monkeypatch):
-    """On a CPU, layers get block masks as on a GPU."""
+def all_scores(query, key, value, mask, scaling, *_):
+    places = torch.arange(query.shape[2])
+    sees = mask.mask_mod(0, 0, places[:, None], places)[None, None]
+    options = {"attn_mask": sees, "scale": scaling, "enable_gqa": True}
+    return torch.nn.functional.scaled_dot_product_attention(query, key, value, **options).transpose(1, 2)
 
-    def all_scores(query, key, value, mask, scaling, *_):
-        places = torch.arange(query.shape[2])
-        sees = mask.mask_mod(0, 0, places[:, None], places)[None, None]
-        options = {"attn_mask": sees, "scale": scaling, "enable_gqa": True}
-        return torch.nn.functional.scaled_dot_product_attention(query, key, value, **options).transpose(1, 2)
 
-    def switch():
-        monkeypatch.setattr(attention, "reason_against_flex", lambda *_: None)
-        monkeypatch.setattr(attention, "flex_attention", all_scores)
-
-    return switch
+def use_block_masks(monkeypatch, function=all_scores):
+    """On a CPU, layers get block masks as on a GPU, for a function in the place of FlexAttention's kernel."""
+    monkeypatch.setattr(attention, "reason_against_flex", lambda *_: None)
+    monkeypatch.setattr(attention, "flex_attention", function)
 
 
 @pytest.mark.parametrize("name", ["eager", "sdpa"])
-def test_checkpointed_layers_attend_by_the_block_mask_that_they_get(name, block_masks):
+def test_checkpointed_layers_attend_by_the_block_mask_that_they_get(name, monkeypatch):
     """Backward runs them again outside of the context, with the mask of the forward."""
     model, batch = family("llama", name), drawn(0)
     expected = loss_and_gradients(model, shared(model, *batch))[1]
     model.gradient_checkpointing_enable()
-    block_masks()
+    use_block_masks(monkeypatch)
     assert apart(loss_and_gradients(model, shared(model, *batch))[1], expected)[0] < 1e-6
 
 
@@ -81,9 +77,9 @@ def test_checkpointed_layers_attend_by_the_block_mask_that_they_get(name, block_
     ],
     ids=["another attention", "another mask"],
 )
-def test_a_layer_that_bypasses_the_interface_is_refused(changed, block_masks, monkeypatch):
+def test_a_layer_that_bypasses_the_interface_is_refused(changed, monkeypatch):
     """It would mix completions."""
-    block_masks()
+    use_block_masks(monkeypatch)
     model = family("llama", "sdpa")
     layer = model.model.layers[1].self_attn
     monkeypatch.setattr(layer, "forward", changed(layer.forward))
@@ -134,13 +130,12 @@ def flex_attention_of(batch, window=None, heads=(4, 2), **options):
     with torch.no_grad():
         found = attention.flex_attention(query, key, value, mask, 0.3, **options)
     key, value = (tensor.repeat_interleave(heads[0] // heads[1], 1) for tensor in (key, value))
-    scores, places = query @ key.mT * 0.3, torch.arange(length)
-    cap, sinks = options.get("softcap"), options.get("sinks")
+    scores, places, cap = query @ key.mT * 0.3, torch.arange(length), options.get("softcap")
     scores = scores if cap is None else cap * torch.tanh(scores / cap)
     scores = scores.masked_fill(~sees(0, 0, places[:, None], places), float("-inf"))
-    sinks = torch.full((heads[0],), float("-inf")) if sinks is None else sinks
-    scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(1, heads[0], length, 1)], -1)
-    return found, (scores.softmax(-1)[..., :-1] @ value).transpose(1, 2)
+    if options.get("sinks") is not None:
+        scores = torch.cat([scores, options["sinks"].view(1, -1, 1, 1).expand(1, heads[0], length, 1)], -1)
+    return found, (scores.softmax(-1)[..., :length] @ value).transpose(1, 2)
 
 
 @pytest.mark.parametrize(
@@ -196,18 +191,14 @@ def test_under_autocast_queries_keys_and_values_have_its_dtype(monkeypatch):
         dtypes.extend(tensor.dtype for tensor in tensors[:3])
         return tensors[0].transpose(1, 2)
 
-    monkeypatch.setattr(attention, "reason_against_flex", lambda *_: None)
-    monkeypatch.setattr(attention, "flex_attention", watched)
+    use_block_masks(monkeypatch, watched)
     with torch.autocast("cpu", torch.bfloat16):
         shared(family("llama"), *drawn(0))
     assert set(dtypes) == {torch.bfloat16}
 
 
 REFUSED = {
-    "mamba": (
-        {"state_size": 4, "n_groups": 1},
-        "its layers .linear_attention. mix tokens by more than masked attention",
-    ),
+    "mamba": ({"state_size": 4, "n_groups": 1}, "its layers .linear_attention. mix tokens by more than masked attent"),
     "rwkv": ({"attention_hidden_size": 32}, "its layers .with a state. mix tokens"),
     "lfm2": ({"layer_types": ["conv", "full_attention"]}, "its layers .conv. mix tokens"),
     "qwen3_next": ({"layer_types": ["linear_attention", "full_attention"]}, "its layers .linear_attention. mix tokens"),

@@ -29,21 +29,17 @@ def test_padded_tensors_and_equal_prompts_are_packed_like_lists(side):
     prompts, completions, groups = drawn(0)
 
     def padded(rows, left):
-        size = max(map(len, rows)) + 2
-        pad = [[0] * (size - len(row)) for row in rows]
-        ids = [p + r if left else r + p for r, p in zip(rows, pad, strict=True)]
-        mask = [
-            [0] * len(p) + [1] * len(r) if left else [1] * len(r) + [0] * len(p) for r, p in zip(rows, pad, strict=True)
-        ]
-        return torch.tensor(ids), torch.tensor(mask)
+        ids = torch.zeros(len(rows), max(map(len, rows)) + 2, dtype=torch.long)
+        mask = ids.clone()
+        for i, row in enumerate(rows):
+            places = slice(ids.shape[1] - len(row), None) if left else slice(len(row))
+            ids[i, places], mask[i, places] = torch.tensor(row, dtype=torch.long), 1
+        return ids, mask
 
     (ids, mask), (c_ids, c_mask) = padded([prompts[g] for g in groups], side == "left"), padded(completions, False)
     packed = pack_completions(ids, c_ids, prompt_mask=mask, completion_mask=c_mask)
-    rows = pack_sequences(
-        torch.cat([ids, c_ids], 1),
-        torch.cat([mask, c_mask], 1),
-        torch.cat([ids * 0 - 100, c_ids.where(c_mask != 0, -100)], 1),
-    )
+    labels = ids * 0 - 100, c_ids.where(c_mask != 0, -100)
+    rows = pack_sequences(*(torch.cat(parts, 1) for parts in ((ids, c_ids), (mask, c_mask), labels)))
     expected = pack_completions(prompts, completions, groups=groups)
     assert packed.tokens == rows.tokens == expected.tokens
     counts = expected.labels != -100

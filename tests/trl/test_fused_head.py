@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from liger_losses.trl import enabled
 from liger_losses.trl.fused_head import add_fused_lm_head
-from tests.models import small, tiny_model
+from tests.models import ids_and_labels, small, tiny_model
 from tests.processes import start
 from tests.trl.trainers import trl
 
@@ -24,9 +24,7 @@ SLICES = torch.tensor([[0, 1, 6, 7], [2, 3, 4, 5]])
 
 def batch(cut=None, empty=False):
     """Ids and labels, and of a slice, labels that were shifted before."""
-    g = torch.Generator().manual_seed(0)
-    ids = torch.randint(3, 19, (3, 8), generator=g)
-    labels = ids.masked_fill(torch.rand(ids.shape, generator=g) < 0.3, -100)
+    ids, labels = ids_and_labels(3, 19, 3, 8)
     if cut is None:
         return {"input_ids": ids, "labels": labels}
     if empty:
@@ -93,23 +91,20 @@ def test_sequence_parallelism_on_two_processes(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "of_weight", "autocast"),
-    [
-        (torch.float32, torch.float32, None),
-        (torch.bfloat16, torch.float32, None),
-        (torch.float32, torch.float32, torch.bfloat16),
-    ],
+    ("dtype", "autocast"), [(torch.float32, False), (torch.bfloat16, False), (torch.float32, True)]
 )
 @pytest.mark.parametrize("outputs", [("log_probs", "entropy"), ("log_probs", "entropy", "log_sum_sq_probs", "is_top1")])
-def test_the_function_that_trls_trainers_share(outputs, dtype, of_weight, autocast):
+def test_the_function_that_trls_trainers_share(outputs, dtype, autocast):
     """With a bias, a temperature, a scale and a soft-cap, and entropies in the loss."""
     theirs = trl.trainer.utils._ChunkedLogProbFunction
     g = torch.Generator().manual_seed(0)
     made = [torch.randn(*shape, generator=g) for shape in ((9, 16), (41, 16), (41,))]
     targets, results = torch.randint(41, (9,), generator=g), []
-    with torch.autocast("cpu", autocast, enabled=autocast is not None):
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         for on in (False, True):
-            leaves = [t.to(d).requires_grad_() for t, d in zip(made, (dtype, of_weight, of_weight), strict=True)]
+            leaves = [
+                t.to(d).requires_grad_() for t, d in zip(made, (dtype, torch.float32, torch.float32), strict=True)
+            ]
             with enabled() if on else contextlib.nullcontext():
                 function = trl.trainer.utils._ChunkedLogProbFunction
                 assert (function is theirs) is not on
@@ -117,7 +112,7 @@ def test_the_function_that_trls_trainers_share(outputs, dtype, of_weight, autoca
             total = sum((torch.linspace(0.5, 1.5, 9) * values).sum() for values in found[:2])
             kept = [None if values is None else values.detach() for values in found]
             results.append([*kept, *(gradient.float() for gradient in torch.autograd.grad(total, leaves))])
-    half = torch.bfloat16 in (dtype, autocast)
+    half = autocast or dtype == torch.bfloat16
     for theirs, ours in zip(*results, strict=True):
         assert (theirs is None) == (ours is None)
         if ours is not None:
@@ -149,11 +144,8 @@ def test_models_it_cannot_serve_are_refused():
     add_fused_lm_head(model)
     with pytest.raises(ValueError, match="needs labels"):
         model(input_ids=ids, fused_lm_head=True)
-    inner = model.lm_head
-    model.lm_head = torch.nn.Sequential(inner, torch.nn.Softmax(-1))
-    model.lm_head.weight = inner.weight
-    with (
-        pytest.raises(TypeError, match="must be its last layer's"),
-        pytest.warns(RuntimeWarning, match="a Sequential, computes its logits"),
-    ):
+    model.lm_head = torch.nn.Sequential(model.lm_head, torch.nn.Softmax(-1))
+    model.lm_head.weight = model.lm_head[0].weight
+    said = pytest.warns(RuntimeWarning, match="a Sequential, computes its logits")
+    with said, pytest.raises(TypeError, match="must be its last layer's"):
         model(input_ids=ids, labels=ids, fused_lm_head=True)

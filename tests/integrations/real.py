@@ -146,16 +146,16 @@ def verl_step(module, fused=True, loss_mode=None, temperature=0.7, padded=False,
     settings = {"use_task_rewards": False, "use_policy_gradient": False, "loss_max_clamp": None, "topk": 5}
     settings |= {"log_prob_min_clamp": None, "loss_mode": loss_mode}
     actor = {"strategy": "fsdp", "loss_agg_mode": "token-mean", "global_batch_info": {}, "loss_scale_factor": None}
-    of_teacher = functools.partial(
-        losses.distillation_ppo_loss,
-        config=types.SimpleNamespace(**actor),
-        distillation_config=types.SimpleNamespace(distillation_loss=types.SimpleNamespace(**settings)),
-    )
+    config, of_loss = (types.SimpleNamespace(**options) for options in (actor, settings))
+    options = {"config": config, "distillation_config": types.SimpleNamespace(distillation_loss=of_loss)}
+    of_teacher = functools.partial(losses.distillation_ppo_loss, **options)
     loss, output = worker.forward_step(batch, of_teacher if loss_mode else of_outputs, False)
     return loss, {name: values.values().clone() for name, values in output["model_output"].items()}
 
 
 IDS = torch.arange(5, 14)
+TEXTS = torch.arange(5, 23).view(2, 9)
+LABELS = TEXTS.masked_fill(torch.arange(9) < 3, -100)
 #: Sequences end here. Which token verl takes as the next one depends on their layout, and is of no account.
 ENDS = [3, 8]
 
@@ -309,10 +309,8 @@ def megatron():
     torch.testing.assert_close(found, (tokens.log_prob(labels), tokens.entropy()))
     with pytest.raises(ValueError, match="give labels="):
         model(*inputs, **options)
-    with (
-        mock.patch.object(model.config, "fp8_output_proj", True),
-        pytest.raises(TypeError, match=r"multiplies in MXFP8.*set fp8_output_proj=False"),
-    ):
+    fp8, said = mock.patch.object(model.config, "fp8_output_proj", True), "in MXFP8.*set fp8_output_proj=False"
+    with fp8, pytest.raises(TypeError, match=said):
         model(*inputs, labels=labels, **options)
     model.output_layer.adapter = torch.nn.Linear(2, 2)
     with pytest.raises(TypeError, match=r"that contains other layers \(adapter\).*merge"):
@@ -359,9 +357,8 @@ def skyrl():
     world = group()
 
     def run():
-        logps = model_utils.from_parallel_hidden_to_logprobs(
-            hidden, weight, labels, 0, 61, tp_group=world, temperature=0.7, chunk_size=4
-        )
+        given, options = (hidden, weight, labels, 0, 61), {"tp_group": world, "temperature": 0.7, "chunk_size": 4}
+        logps = model_utils.from_parallel_hidden_to_logprobs(*given, **options)
         upstream = torch.randn(logps.shape, generator=torch.Generator().manual_seed(1))
         return [logps, *torch.autograd.grad(logps, (hidden, weight), upstream)]
 
@@ -376,13 +373,12 @@ def openrlhf():
 
     actor = Actor(llama(), temperature=0.7)
     actor.packing_samples = False
-    ids = torch.arange(5, 23).view(2, 9)
-    mask = torch.ones_like(ids)
+    mask = torch.ones_like(TEXTS)
     mask[1, 6:] = 0
 
     def run():
         actor.zero_grad()
-        logps, output = actor(ids, mask[:, 4:], mask, return_output=True, return_entropy=True)
+        logps, output = actor(TEXTS, mask[:, 4:], mask, return_output=True, return_entropy=True)
         (logps.sum() - 0.1 * output.entropy[mask[:, 1:] == 1].sum()).backward()
         entropy = output.entropy[mask[:, 1:] == 1].detach()
         return [logps.detach(), entropy, *(p.grad.clone() for p in actor.parameters())]
@@ -397,13 +393,11 @@ def scale_tokens(*functions):
     plain, patched = llama(), llama()
     patched.load_state_dict(plain.state_dict())
     patch(patched)
-    ids = torch.arange(5, 23).view(2, 9)
-    labels = ids.masked_fill(torch.arange(9) < 3, -100)
     for function in functions:
-        expected = function(plain(ids), labels, 12)
+        expected = function(plain(TEXTS), LABELS, 12)
         with warnings.catch_warnings(), engine_calls() as calls:
             warnings.simplefilter("error", RuntimeWarning)  # of logits that are computed
-            found = function(patched.train()(ids, num_items_in_batch=12), labels, 12)
+            found = function(patched.train()(TEXTS, num_items_in_batch=12), LABELS, 12)
             assert calls
         torch.testing.assert_close(found, expected)
         pair = [torch.autograd.grad(loss, list(m.parameters())) for loss, m in ((found, patched), (expected, plain))]
@@ -427,11 +421,10 @@ def llamafactory_losses():
     names, known = (*names, "_asft_cross_entropy", "_kl_divergence"), {"torch": torch, "F": F, "Optional": Optional}
     found = functions_of(pathlib.Path(folder, "train", "trainer_utils.py"), names, known)
     scale_tokens(found["dft_loss_func"], found["eaft_loss_func"])
-    ids, model, reference = torch.arange(5, 23).view(2, 9), llama(), llama().requires_grad_(False)
-    labels = ids.masked_fill(torch.arange(9) < 3, -100)
+    model, reference = llama(), llama().requires_grad_(False)
     reference.lm_head.weight.neg_()
-    expected = found["asft_loss_func"](model(ids), labels, reference(ids).logits)
-    inputs, (head, states, _) = (loss_inputs(m, input_ids=ids, labels=labels) for m in (model, reference))
+    expected = found["asft_loss_func"](model(TEXTS), LABELS, reference(TEXTS).logits)
+    inputs, (head, states, _) = (loss_inputs(m, input_ids=TEXTS, labels=LABELS) for m in (model, reference))
     loss, _ = LigerFusedLinearKLLoss(1.0, 0.1, token_scaling="probability")(*inputs, Teacher(states, head))
     torch.testing.assert_close(loss, expected)
     assert_close_gradients(loss, expected, list(model.parameters()), rtol=1e-4, atol=1e-6)

@@ -23,18 +23,13 @@ def missing_of(name):
 
 
 #: ``make test`` leaves out those that take long, or whose option another trainer has.
-_SLOW = {
-    *("SFT, compiled", "DPO, compiled", "CPO, compiled", "GRPO, compiled", "CPO, bf16", "DPO, LoRA"),
-    *("SFT, prompt tuning", "ORPO, checkpointing", "DPO, synchronised reference", "SDPO, top-k"),
-    *("IW-OPD, JSD", "SFT, accumulated"),
-}
+_SLOW = {"SFT, compiled", "DPO, compiled", "CPO, compiled", "GRPO, compiled", "CPO, bf16", "DPO, LoRA", "SDPO, top-k"}
+_SLOW |= {"SFT, prompt tuning", "ORPO, checkpointing", "DPO, synchronised reference", "IW-OPD, JSD", "SFT, accumulated"}
 
 
 #: Cases whose trainers ask for all positions and mask afterwards: N counts positions, with prompts and padding.
-_ALL_POSITIONS = {
-    *("online DPO", "CPO", "CPO, bf16", "ORPO", "ORPO, LoRA", "ORPO, checkpointing", "IW-OPD, JSD"),
-    *("SDPO", "SDPO, top-k"),
-}
+_ALL_POSITIONS = {"online DPO", "CPO", "CPO, bf16", "ORPO", "ORPO, LoRA", "ORPO, checkpointing", "IW-OPD, JSD", "SDPO"}
+_ALL_POSITIONS |= {"SDPO, top-k"}
 #: N H V that trainers compute beside one loss of the trained head.
 _MORE = {
     **dict.fromkeys(("DPO", "online DPO"), 2),  # the reference

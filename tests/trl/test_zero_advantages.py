@@ -193,25 +193,20 @@ def test_nothing_is_split_without_gradients(trainers):
     assert "_get_per_token_logps_and_entropies" not in vars(trainer)
 
 
-#: Layouts of pictures, and what TRL has of each: rows of pixels of each sequence.
-LAYOUTS = {
-    "by grid": {"image_grid_thw": torch.tensor([[1, 1, 2], [1, 2, 2], [1, 1, 1], [1, 1, 3]]), "pixels": 10},
-    "by picture": {"image_sizes": torch.arange(8).view(4, 2), "pixels": 4},
-    "by tile": {"num_tiles": [1, 3, 2], "pixels": 6},
-}
-_PIXELS = {"by grid": ([0, 1], [2, 3, 4, 5, 6], [7, 8, 9]), "by picture": ([0], [1, 2], [3])}
-_PIXELS["by tile"] = ([0], [1, 2, 3], [4, 5])
+#: What TRL has of the layout of pictures, and how many rows of pixels each sequence has.
+LAYOUTS = [
+    ("image_grid_thw", torch.tensor([[1, 1, 2], [1, 2, 2], [1, 1, 1], [1, 1, 3]]), [2, 5, 3]),
+    ("image_sizes", torch.arange(8).view(4, 2), [1, 2, 1]),
+    ("num_tiles", [1, 3, 2], [1, 3, 2]),
+]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_pictures_go_with_their_sequences(layout):
-    given = dict(LAYOUTS[layout])
-    pixels = torch.arange(given.pop("pixels"))
-    batch = {"input_ids": torch.arange(3), "pixel_values": pixels, "num_images": [1, 2, 1], **given}
-    rows = torch.tensor([2, 1])
-    chosen = _select(batch, rows)
+@pytest.mark.parametrize(("name", "layout", "counts"), LAYOUTS)
+def test_pictures_go_with_their_sequences(name, layout, counts):
+    pixels = torch.arange(sum(counts))
+    batch = {"input_ids": torch.arange(3), "pixel_values": pixels, "num_images": [1, 2, 1], name: layout}
+    chosen = _select(batch, torch.tensor([2, 1]))
     assert (chosen["input_ids"].tolist(), chosen["num_images"]) == ([2, 1], [1, 2])
-    assert chosen["pixel_values"].tolist() == [*_PIXELS[layout][2], *_PIXELS[layout][1]]
-    for name in ("image_grid_thw", "image_sizes"):
-        if name in given:
-            assert torch.equal(chosen[name], given[name][torch.tensor([3, 1, 2])])
+    _, second, third = pixels.split(counts)
+    assert torch.equal(chosen["pixel_values"], torch.cat([third, second]))
+    assert name == "num_tiles" or torch.equal(chosen[name], layout[[3, 1, 2]])

@@ -1,7 +1,6 @@
 """Pending logits against the logits themselves: values, gradients, and what needs the values."""
 
 import operator
-import re
 
 import pytest
 import torch
@@ -162,12 +161,6 @@ SPELLINGS = [
 def test_what_needs_the_values_gets_them(loss):
     *leaves, labels = problem()
     assert_alike(lambda z: loss(z, labels), *leaves, rtol=1e-9, atol=1e-10)
-
-
-def test_it_says_who_needs_them():
-    hidden, weight, bias, _ = problem()
-    with pytest.warns(RuntimeWarning, match=rf"sigmoid, called in {re.escape(__name__)}:\d+, needs the values"):
-        pending(hidden, weight, bias).sigmoid()
 
 
 def test_values_are_computed_once():

@@ -106,20 +106,6 @@ def test_packed_models_are_compiled_whole(nothing_compiled):
     torch.testing.assert_close(compiled(**batch).logits, model(**batch).logits)
 
 
-def test_a_completion_sees_its_prompt_and_itself_alone():
-    """Other tokens in one completion change no hidden state of another; those of a prompt change all of its own."""
-    model, (prompts, completions, groups) = family("llama"), drawn(0)
-
-    def states(completions):
-        found = loss_inputs(model, pack_completions(prompts, completions, groups=groups))
-        return found.hidden_states.where((found.labels != -100)[..., None], 0)
-
-    for changed, completion in enumerate(completions):
-        other = [*completions[:changed], [token % 90 + 4 for token in completion], *completions[changed + 1 :]]
-        same = (states(completions) == states(other)).flatten(1).all(1)
-        assert same.tolist() == [i != changed or len(completion) < 2 for i in range(len(completions))]
-
-
 def flex_attention_of(batch, window=None, heads=(4, 2), **options):
     """FlexAttention of a drawn batch, compiled, and the same with all scores; without gradients, as a CPU has none."""
     prompts, completions, groups = batch

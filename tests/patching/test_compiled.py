@@ -2,11 +2,11 @@
 
 import contextlib
 import copy
+import functools
 from collections import Counter
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from functorch.compile import make_boxed_func
 from torch import nn
@@ -19,11 +19,7 @@ B, T = 2, 40
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
 
 
-@pytest.fixture(autouse=True)
-def no_group_left(nothing_compiled):
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("nothing_compiled")
 
 
 class Graphs:
@@ -213,30 +209,18 @@ def checkpointed(model, backend):
     return torch.compile(model, backend=backend)
 
 
-def process_group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-
-
-def around_ddp(model, backend):
-    process_group()
-    return torch.compile(DistributedDataParallel(model), backend=backend)
-
-
-def within_ddp(model, backend):
-    process_group()
-    return DistributedDataParallel(torch.compile(model, backend=backend))
-
-
-def in_one_graph(model, backend):
-    return torch.compile(model, backend=backend, fullgraph=True)
-
-
+in_one_graph = functools.partial(torch.compile, fullgraph=True)
 #: How a model is compiled, how many graphs a length may have, the model's dtype, and autocast's.
 HOW = {
     "model.compile()": (compiled_in_place, 2, torch.float32, None),
     "gradient checkpointing": (checkpointed, 3, torch.float32, None),
-    "compiled DDP": (around_ddp, 3, torch.float32, None),
-    "DDP of a compiled model": (within_ddp, 2, torch.float32, None),
+    "compiled DDP": (lambda model, **how: torch.compile(DistributedDataParallel(model), **how), 3, torch.float32, None),
+    "in DDP": (
+        lambda model, **how: DistributedDataParallel(torch.compile(model, **how)),
+        2,
+        torch.float32,
+        None,
+    ),
     "autocast": (in_one_graph, 1, torch.float32, torch.bfloat16),
     "bf16": (in_one_graph, 1, torch.bfloat16, None),
 }
@@ -245,21 +229,18 @@ NORMS = {"gemma2": 5, "llama": 3, "cohere": 2}
 
 
 @pytest.mark.parametrize("way", ["gemma2", *(pytest.param(way, marks=pytest.mark.slow) for way in (*NORMS, *HOW)[1:])])
-def test_graphs_with_the_loss_and_without_logits(way):
+def test_graphs_with_the_loss_and_without_logits(way, one_process):
     """Soft-cap and logit scale are the loss's; so are labels that the caller has shifted, which are other ones here."""
     how, most, dtype, cast = HOW.get(way, (in_one_graph, 1, torch.float32, None))
     plain, patched = pair(way if way in NORMS else "llama", dtype)
 
-    def autocast():
-        return torch.autocast("cpu", dtype=torch.bfloat16, enabled=cast is not None)
-
-    graphs = Graphs()
+    autocast, graphs = functools.partial(torch.autocast, "cpu", torch.bfloat16, cast is not None), Graphs()
     exact = dtype == torch.float32 and cast is None
     tolerance = TOLERANCE if exact else {"rtol": 2e-2, "atol": 2e-2}
     batches = [inputs(), inputs(seed=1)][: 2 if exact and way in HOW else 1]
     if way == "gemma2":
         batches[0]["shift_labels"] = batches[0]["labels"].roll(2, 1)
-    outputs = check(how(patched, graphs), patched, plain, batches, autocast, tolerance)
+    outputs = check(how(patched, backend=graphs), patched, plain, batches, autocast, tolerance)
     assert all(found.loss.dtype == expected.loss.dtype for found, expected in outputs)
     assert 0 < graphs.count <= most
     assert graphs.entries < B * (T - 1) * model_zoo.VOCABULARY

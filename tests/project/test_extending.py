@@ -239,29 +239,23 @@ LOG_P = torch.linspace(-1, 1, 24).view(4, 6).log_softmax(-1)
 LOG_Q = (LOG_P + 1e-3 * LOG_P.flip(1)).log_softmax(-1)  # close to the student: a power series
 
 
+CELLS = {
+    smooth: "def f(p, q): return {0} * q.exp() * (p - q) ** 2, {0} * 2 * q.exp() * (p - q)",
+    register_objective: "def f(log_ratio, logps, advantages, options): return {0} * advantages * logps",
+    ll.register_statistic: "def f(log_p): return {0} * log_p.exp() * log_p",
+}
+
+
 @pytest.mark.usefixtures("registered")
-@pytest.mark.parametrize(
-    ("register", "code", "value"),
-    [
-        (
-            smooth,
-            "def f(p, q): return {0} * q.exp() * (p - q) ** 2, {0} * 2 * q.exp() * (p - q)",
-            lambda: functional.divergence(LOG_P, LOG_Q, ll.Divergence("again")),
-        ),
-        (
-            register_objective,
-            "def f(log_ratio, logps, advantages, options): return {0} * advantages * logps",
-            lambda: functional.grpo_loss(LOG_P, torch.ones(4), torch.ones(4, 6), loss_type="again", beta=0.0),
-        ),
-        (
-            ll.register_statistic,
-            "def f(log_p): return {0} * log_p.exp() * log_p",
-            lambda: ll.linear_statistics(LOG_P, torch.eye(6), torch.zeros(4).long(), "again").registered,
-        ),
-    ],
-    ids=["divergence", "objective", "statistic"],
-)
-def test_a_cell_that_runs_again_replaces_what_it_registered(register, code, value):
+@pytest.mark.parametrize(("register", "code"), CELLS.items(), ids=["divergence", "objective", "statistic"])
+def test_a_cell_that_runs_again_replaces_what_it_registered(register, code):
+    def value():
+        if register is smooth:
+            return functional.divergence(LOG_P, LOG_Q, ll.Divergence("again"))
+        if register is register_objective:
+            return functional.grpo_loss(LOG_P, torch.ones(4), torch.ones(4, 6), loss_type="again", beta=0.0)
+        return ll.linear_statistics(LOG_P, torch.eye(6), torch.zeros(4).long(), "again").registered
+
     register("again", defined(code, 1.0))
     first = value()
     register("again", functools.partial(defined(code, 3.0)))

@@ -92,10 +92,9 @@ def test_a_kernelized_model_has_the_same_loss_and_gradients(built, backend, monk
         replace_kernel_forward_from_hub(getattr(modeling_llama, name), layer)
     monkeypatch.setenv("LIGER_LOSSES_BACKEND", backend)
     rotation, mode = annotate_rotation(monkeypatch, ours), Mode.TRAINING | Mode.TORCH_COMPILE
-    mapping = {
-        name: {DEVICE: {mode: LocalLayerRepository(built, layer_name=layer)}}
-        for name, layer in {"RMSNorm": "RMSNorm", "SwiGLUMLP": "SwiGLUMLP", "rotary_pos_emb": "RotaryPosEmb"}.items()
-    }
+    names = {"RMSNorm": "RMSNorm", "SwiGLUMLP": "SwiGLUMLP", "rotary_pos_emb": "RotaryPosEmb"}
+    of_ours = {name: LocalLayerRepository(built, layer_name=layer) for name, layer in names.items()}
+    mapping = {name: {DEVICE: {mode: layer}} for name, layer in of_ours.items()}
     with use_kernel_mapping(mapping, inherit_mapping=False):
         kernelize(ours, mode=mode, device=DEVICE)
     replaced = [part for part in ours.modules() if type(part).__name__ in layers]

@@ -75,14 +75,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def build(name: str, device: torch.device, checkpointing: bool = False) -> Any:
-    """The model in bf16, training."""
+def build(name: str, device: torch.device, checkpointing: bool = False, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """The model, training."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     kind, sizes = MODELS[name]
     torch.manual_seed(0)
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes), dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes), dtype=dtype)
     model.train()
     model.config.use_cache = False
     if checkpointing:

@@ -51,6 +51,7 @@ class Case:
     Args:
         task: ``"SFT"`` by the model's own loss; ``"NLL"`` (SFT), ``"DPO"`` or ``"GRPO"`` by TRL's trainer.
         prompts: how many different ones there are, if not one a sequence.
+        mixed: fp32 weights under bf16 autocast, as TRL loads and trains models by default.
         parallel: ``"FSDP2"``, where each rank has a batch of its own, or ``"TP"``, where all have the same.
         alone: whether one provider is measured after another, as their models do not fit together.
         providers: the names in the table.
@@ -63,6 +64,7 @@ class Case:
     masked: float = 0.0
     checkpointing: bool = False
     prompts: int = 0
+    mixed: bool = False
     parallel: str = ""
     alone: bool = False
     providers: tuple[str, ...] = SFT
@@ -70,7 +72,7 @@ class Case:
     @property
     def name(self) -> str:
         """As ``--only`` matches it."""
-        checkpointed = ", checkpointing" if self.checkpointing else ""
+        checkpointed = ", checkpointing" * self.checkpointing + ", autocast" * self.mixed
         task = f"{self.task} in TRL" if self.task in ("NLL", "DPO", "GRPO") else self.task
         return f"{self.parallel} {task} {self.model} {self.sequences} x {self.length}{checkpointed}".strip()
 
@@ -87,6 +89,11 @@ CASES = (
     *(
         Case(task, model, 8, 2048, 0.5, True, prompts, providers=TRL)
         for model in ("Qwen2.5-1.5B", "Llama-3-8B quarter")
+        for task, prompts in (("NLL", 0), ("DPO", 4), ("GRPO", 1))
+    ),
+    Case("SFT", "Llama-3.2-1B", 4, 4096, mixed=True),
+    *(
+        Case(task, "Qwen2.5-1.5B", 8, 2048, 0.5, True, prompts, True, providers=TRL[1:])
         for task, prompts in (("NLL", 0), ("DPO", 4), ("GRPO", 1))
     ),
     Case("SFT", "Llama-3.2-1B", 4, 4096, parallel="FSDP2"),
@@ -134,7 +141,8 @@ def provide(provider: str, case: Case, model: Any, folder: str) -> tuple[Loss, C
             model.set_attn_implementation("causal")
         if provider.endswith("+compile"):
             model.compile()
-        return lambda ids, labels: model(input_ids=ids, labels=labels).loss, within
+        autocast = torch.autocast(model.device.type, torch.bfloat16, enabled=case.mixed)
+        return autocast(lambda ids, labels: model(input_ids=ids, labels=labels).loss), within
     if provider == "TRL+liger-kernel":
         within = liger_kernel(model, fused_linear_cross_entropy=False, cross_entropy=False)
     elif ours:
@@ -147,6 +155,7 @@ def provide(provider: str, case: Case, model: Any, folder: str) -> tuple[Loss, C
         trainer = trainer_of(case.task, model, reference, folder, length)
     if provider == "plain":
         add_plain_head(model, forward)
+    trainer.accelerator.prepare_model(model)  # as before training: autocast is within its forward
     vocab_size = model.config.vocab_size
 
     def loss(ids: Tensor, labels: Tensor) -> Tensor:
@@ -170,7 +179,7 @@ def placed(provider: str, case: Case, device: torch.device, folder: str) -> tupl
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, distributed_config=plan).train()
         model.config.use_cache = False
     else:
-        model = build(case.model, device, case.checkpointing)
+        model = build(case.model, device, case.checkpointing, torch.float32 if case.mixed else torch.bfloat16)
     loss, within = provide(provider, case, model, folder)
     if case.parallel == "FSDP2":
         from torch.distributed.fsdp import fully_shard

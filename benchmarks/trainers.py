@@ -30,7 +30,11 @@ def trainer_of(task: str, model: Any, reference: Any, folder: str, length: int, 
 
     words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
-    options: dict[str, Any] = {"bf16": False, "gradient_checkpointing": False, "report_to": "none"}
+    options: dict[str, Any] = {
+        "bf16": model.dtype == torch.float32,
+        "gradient_checkpointing": False,
+        "report_to": "none",
+    }
     options |= {"output_dir": folder, "per_device_train_batch_size": 2, "use_cpu": not torch.cuda.is_available()}
     given: dict[str, Any] = {"processing_class": tokenizer}
     if task == "NLL":

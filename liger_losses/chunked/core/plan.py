@@ -482,10 +482,14 @@ def _copies(call: Signature, size: int, most: int) -> tuple[int, int, int]:
     """Rows of the heads that are copied at a time, the bytes of the copies, and the bytes while these are made."""
     if not call.copied_bytes:
         return call.columns, 0, 0
-    quantized, whole = call.quantized or call.quantized_teacher, call.columns * call.copy_bytes
-    peak = 2 * whole if quantized else whole
-    # A copy in fp32 of a matrix in half precision, as CPUs multiply it, is never whole.
-    if (quantized or call.operand in HALF_DTYPES) and peak + 64 * row_bytes(call) <= most:
+    whole = call.columns * call.copy_bytes
+    if call.quantized or call.quantized_teacher:
+        peak = 2 * whole
+        fits = peak + 64 * row_bytes(call) <= most
+    else:  # plain PyTorch casts all of it under autocast, too; never in fp32, in which CPUs multiply half precision
+        peak = whole
+        fits = call.operand in HALF_DTYPES and (call.workspace is None or peak + 64 * row_bytes(call) <= most)
+    if fits:
         return call.columns, whole, peak
     columns = max(1, min(size // COPIES // call.copied_bytes, call.columns))
     columns = columns // 64 * 64 or columns

@@ -53,7 +53,9 @@ PLANS = [
     (SMALL, ("core", 152, 37, False)),
     (CAST, ("exponentials", 16384, 2048, False)),
     (CAST | COUPLED | {"tokens": 8192}, ("exponentials", 8192, 8192, True)),
+    (CAST | {"memory": 8 * 2**30}, ("exponentials", 16384, 2048, False)),
     (CAST | WITHOUT_GRADIENTS, ("statistics", 16384, 16384, False)),
+    (CAST | {"options": EngineOptions(workspace=300 * MiB)}, ("core", 661, 164, False)),
     (ON_CPU, ("core", 1024, 1024, False)),
 ]
 

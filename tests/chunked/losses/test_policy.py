@@ -16,18 +16,16 @@ from tests.results.losses import batch
 B, T, H, V = 4, 7, 16, 37
 
 
-def problem(dtype=torch.float32):
-    d = batch(dtype, B, T, H, V)
-    hidden, weight, bias = (d[name].requires_grad_() for name in ("h", "weight", "bias"))
-    ids, mask = d["y"].clamp(min=0), (torch.arange(T) < torch.tensor([7, 3, 5, 1])[:, None]).long()
-    logps = plain_statistics(hidden, weight, ids, bias)["logp"].detach().float()
-    return hidden, weight, bias, ids, mask, torch.tensor([1.2, -0.7, 0.4, -1.5]), logps, d["other"][..., 0].float()
+D = batch(torch.float32, B, T, H, V)
+TENSORS = [D[name].requires_grad_() for name in ("h", "weight", "bias")]
+IDS, MASK = D["y"].clamp(min=0), (torch.arange(T) < torch.tensor([7, 3, 5, 1])[:, None]).long()
+LOGPS = plain_statistics(*TENSORS[:2], IDS, TENSORS[2])["logp"].detach()
+ADVANTAGES, NOISE = torch.tensor([1.2, -0.7, 0.4, -1.5]), D["other"][..., 0]
 
 
-def run(loss, tensors, *arguments, **keywords):
-    hidden, weight, bias = tensors
-    value, metrics = loss(hidden, weight, *arguments, bias, **keywords)
-    return value, metrics, torch.autograd.grad(value, tensors)
+def run(loss, ids=IDS, mask=MASK, **keywords):
+    value, metrics = loss(*TENSORS[:2], ids, mask, ADVANTAGES, TENSORS[2], **keywords)
+    return value, metrics, torch.autograd.grad(value, TENSORS)
 
 
 def arguments(loss_type, others):
@@ -40,28 +38,27 @@ def arguments(loss_type, others):
 @pytest.mark.parametrize("term", SAMPLER_TERMS)
 def test_terms_of_the_sampler_are_finite(term):
     """Where its columns are impossible, for it or for the policy, or all that there is; 0 without tokens."""
-    *_, mask, advantages, logps, _ = problem()
     columns = torch.tensor([[-math.inf, 0.0], [-1e4, -1e4], [0.0, -math.inf], [-0.7, -0.6931472]]).expand(T, B, 2).mT
     columns = columns.movedim(-1, 0).contiguous()
     mine = columns.flip(0).clamp(min=-1e4).requires_grad_()
-    options = {"old_logps": logps - 200, "sampler_topk_logps": columns, "loss_type": "importance", "sampler_term": term}
-    call = partial(functional.grpo_loss, logps, advantages, topk_logps=mine, beta=0.0, **options)
-    nothing = call(torch.zeros_like(mask))
+    options = {"old_logps": LOGPS - 200, "sampler_topk_logps": columns, "loss_type": "importance", "sampler_term": term}
+    call = partial(functional.grpo_loss, LOGPS, ADVANTAGES, topk_logps=mine, beta=0.0, **options)
+    nothing = call(torch.zeros_like(MASK))
     assert nothing == 0
     assert not torch.autograd.grad(nothing, mine)[0].any()
-    loss = call(mask)
+    loss = call(MASK)
     assert loss.isfinite()
     assert torch.autograd.grad(loss, mine)[0].isfinite().all()
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_tokens_that_do_not_act_have_no_objective(loss_type):
-    *_, mask, advantages, logps, noise = problem()
-    given = arguments(loss_type, logps + 0.2 * noise)
+    given = arguments(loss_type, LOGPS + 0.2 * NOISE)
     if loss_type in ("dro", "prime_ipo", "ref_kl"):
         given["log_ratio_penalty"] = 0.0  # which is no part of it
-    acting = torch.zeros_like(mask)
-    loss = functional.grpo_loss(logps.requires_grad_(), advantages, mask, acting=acting, beta=0.0, **given)
+    acting = torch.zeros_like(MASK)
+    logps = LOGPS.clone().requires_grad_()
+    loss = functional.grpo_loss(logps, ADVANTAGES, MASK, acting=acting, beta=0.0, **given)
     assert loss == 0
     assert not torch.autograd.grad(loss, logps)[0].any()
 
@@ -74,11 +71,10 @@ def test_tokens_that_do_not_act_have_no_objective(loss_type):
 )
 def test_a_sampler_that_is_not_known_is_the_old_policy(options, with_old):
     """Or the current one, where the old policy is not known either; at some tokens, in values and metrics."""
-    hidden, weight, bias, ids, mask, advantages, logps, noise = problem()
-    old = logps + 0.2 * noise if with_old else logps
-    known = noise > noise.median()
-    sampler = torch.where(known, logps + 0.3 * noise, old)
-    call = partial(run, GRPO(beta=0.0, **options), (hidden, weight, bias), ids, mask, advantages)
+    old = LOGPS + 0.2 * NOISE if with_old else LOGPS
+    known = NOISE.median() < NOISE
+    sampler = torch.where(known, LOGPS + 0.3 * NOISE, old)
+    call = partial(run, GRPO(beta=0.0, **options))
     call = partial(call, old_per_token_logps=old) if with_old else call
     found = [call(sampling_per_token_logps=x) for x in (sampler, torch.where(known, sampler, math.nan))]
     torch.testing.assert_close(*found)
@@ -92,11 +88,10 @@ def test_adaptive_entropy_follows_its_target():
         adaptive.observe(torch.tensor(entropy * 6), torch.tensor(6))
         adaptive.step()
         assert adaptive.coef == pytest.approx(coef)
-    hidden, weight, bias, ids, mask, advantages, *_ = problem()
     loss = GRPO(beta=0.0, entropy_coef=AdaptiveEntropy(0.1, target=1.0))
-    run(loss, (hidden, weight, bias), ids, mask, advantages)
+    run(loss)
     loss.entropy_coef.step()
-    entropy = plain_statistics(hidden, weight, ids, bias)["entropy"][mask.bool()].mean()
+    entropy = plain_statistics(*TENSORS[:2], IDS, TENSORS[2])["entropy"][MASK.bool()].mean()
     assert loss.entropy_coef.last_entropy == pytest.approx(float(entropy), rel=1e-4)
     restored = GRPO(beta=0.0).replace(entropy_coef=AdaptiveEntropy(0.5, target=1.0))
     restored.load_state_dict(loss.state_dict())
@@ -126,16 +121,13 @@ def test_the_corrected_divergence_of_sequences_keeps_its_digits(level, gap):
 
 
 def test_ids_that_stand_for_no_token_are_masked():
-    hidden, weight, bias, ids, mask, advantages, logps, noise = problem()
-    marked, masked = ids.clone(), mask.clone()
+    marked, masked = IDS.clone(), MASK.clone()
     marked[1, 2] = -100
     masked[1, 2] = 0
     for level in ("token", "sequence"):
         loss = GRPO(beta=0.2, loss_type="bnpo", importance_sampling_level=level)
-        keywords = {"ref_per_token_logps": logps, "old_per_token_logps": logps + 0.1 * noise}
-        first = run(loss, (hidden, weight, bias), marked, mask, advantages, **keywords)
-        second = run(loss, (hidden, weight, bias), ids, masked, advantages, **keywords)
-        torch.testing.assert_close(first, second)
+        keywords = {"ref_per_token_logps": LOGPS, "old_per_token_logps": LOGPS + 0.1 * NOISE}
+        torch.testing.assert_close(run(loss, marked, **keywords), run(loss, mask=masked, **keywords))
 
 
 ESTIMATORS = [
@@ -148,21 +140,20 @@ ESTIMATORS = [
 @pytest.mark.parametrize(("loss_type", "estimator"), [*((name, {}) for name in LOSS_TYPES), *ESTIMATORS])
 def test_extreme_ratios_keep_their_digits(loss_type, estimator):
     """Of tokens whose probability is 0 in fp32."""
-    *_, mask, advantages, _, _ = problem()
     found = []
     for dtype in (torch.float32, torch.float64):
         logps = torch.full((B, T), -110.0, dtype=dtype, requires_grad=True)
         others = -110.0 + 30.0 * (-1) ** torch.arange(T, dtype=dtype).expand(B, T)
         given = arguments(loss_type, others) | estimator
-        loss = functional.grpo_loss(logps, advantages, mask, beta=0.7, **given)
+        loss = functional.grpo_loss(logps, ADVANTAGES, MASK, beta=0.7, **given)
         found.append((loss.double(), torch.autograd.grad(loss, logps)[0].double()))
     for ours, exact in zip(*found, strict=True):
         torch.testing.assert_close(ours, exact, rtol=1e-4, atol=1e-6 * float(exact.abs().max()))
 
 
 def test_log_probabilities_of_a_reference_are_used_before_its_hidden_states():
-    hidden, weight, _, ids, mask, advantages, logps, _ = problem()
-    call = partial(GRPO(), hidden, weight, ids, mask, advantages, ref_per_token_logps=logps)
+    hidden, weight, _ = TENSORS
+    call = partial(GRPO(), hidden, weight, IDS, MASK, ADVANTAGES, ref_per_token_logps=LOGPS)
     with pytest.warns(UserWarning, match="are used"):
         found = call(ref_input=hidden, ref_weight=weight)
     torch.testing.assert_close(found, call())
@@ -174,14 +165,13 @@ def test_log_probabilities_of_a_reference_are_used_before_its_hidden_states():
 @pytest.mark.parametrize("kind", KINDS)
 def test_sampler_weights(kind):
     """A token whose sampler is not known has a ratio of 1; a completion without tokens has no weight."""
-    *_, mask, _, logps, noise = problem()
-    mask[3] = 0
-    sampler = logps - 0.4 * noise
-    sampler[1, 1], unknown = logps[1, 1], sampler.clone()
+    mask = MASK.index_fill(0, torch.tensor(3), 0)
+    sampler = LOGPS - 0.4 * NOISE
+    sampler[1, 1], unknown = LOGPS[1, 1], sampler.clone()
     unknown[1, 1] = math.nan
     for normalize in (False, True):
         given = {"low": 0.75, "high": 1.4, "normalize": normalize}
-        expected, found = (functional.sampler_weights(logps, x, mask, kind, **given) for x in (sampler, unknown))
+        expected, found = (functional.sampler_weights(LOGPS, x, mask, kind, **given) for x in (sampler, unknown))
         torch.testing.assert_close(found, expected)
         assert not found[0][3].any()
         assert found[0].shape == ((B, T) if kind.startswith("token") else (B, 1))
@@ -189,24 +179,22 @@ def test_sampler_weights(kind):
 
 @pytest.mark.parametrize("loss_type", ["grpo", "vespo"])
 def test_ratios_of_masked_tokens_may_be_anything(loss_type):
-    *_, mask, advantages, logps, noise = problem()
-    ratios = (noise.exp().masked_fill(mask == 0, of_masked) for of_masked in (1.0, math.nan))
+    ratios = (NOISE.exp().masked_fill(MASK == 0, of_masked) for of_masked in (1.0, math.nan))
     options = {"loss_type": loss_type, "beta": 0.0}
-    first, second = (functional.grpo_loss(logps, advantages, mask, is_ratio=r, **options) for r in ratios)
+    first, second = (functional.grpo_loss(LOGPS, ADVANTAGES, MASK, is_ratio=r, **options) for r in ratios)
     assert first == second
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_forward_has_the_old_policy(kind):
     """The weights of log-probabilities with a gradient, and no old ones: as from a forward without gradients."""
-    *_, mask, advantages, logps, noise = problem()
     found = []
     for twice in (True, False):
-        policy = logps.detach().requires_grad_()
+        policy = LOGPS.clone().requires_grad_()
         old = policy.detach().clone() if twice else policy
-        weights, _ = functional.sampler_weights(old, logps - 0.4 * noise, mask, kind, low=0.75, high=1.4)
+        weights, _ = functional.sampler_weights(old, LOGPS - 0.4 * NOISE, MASK, kind, low=0.75, high=1.4)
         options = {"old_logps": old} if twice else {}
-        loss = functional.grpo_loss(policy, advantages, mask, is_ratio=weights, beta=0.0, **options)
+        loss = functional.grpo_loss(policy, ADVANTAGES, MASK, is_ratio=weights, beta=0.0, **options)
         found.append((loss.detach(), *torch.autograd.grad(loss, policy)))
     torch.testing.assert_close(*found, rtol=0, atol=0)
     assert found[0][1].any()

@@ -100,6 +100,9 @@ def inputs(dtype: torch.dtype = torch.float64, size: float = 1.0, gap: float = 1
     x.teacher = Teacher(x.teacher_hidden, x.teacher_weight)
     x.capped = Teacher(x.teacher_hidden, x.teacher_weight, logit_scale=1.1, softcap=2.0)
     x.narrower = Teacher(x.teacher_hidden, x.teacher_weight[: V - 2], columns_correspond=True)
+    x.projected = liger_losses.projected_teacher(
+        x.teacher_hidden, x.teacher_weight[: V - 4], (1 + drawn(V, V - 4, phase=11.0)).to_sparse_csr(), temperature=2.0
+    )
     x.log_p = (x.hidden @ x.weight.t()).log_softmax(-1)
     x.log_q = (x.teacher_hidden @ x.teacher_weight.t()).log_softmax(-1)
     x.teacher_logits = liger_losses.TeacherLogits(2 * x.log_q)

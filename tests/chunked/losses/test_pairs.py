@@ -15,13 +15,11 @@ B, T, H, V = 3, 9, 12, 37
 BETA = 0.3
 
 
-def batch(seed=0, dtype=torch.float64, scale=1.0):
+def batch():
     """Stacked hidden states, weight, labels (prompt, padding), and a reference's hidden states and weight."""
-    hidden, weight, labels, _ = problem(shape=(2 * B, T), h=H, v=V, dtype=dtype, masked=0.0, seed=seed, scale=scale)
-    labels[:, :2] = -100
-    labels[1, 5:] = -100
-    labels[4, 7:] = -100
-    ref_hidden, ref_weight, _, _ = problem(shape=(2 * B, T), h=H, v=V, dtype=dtype, seed=seed + 1)
+    hidden, weight, labels, _ = problem(shape=(2 * B, T), h=H, v=V, dtype=torch.float64, masked=0.0)
+    labels[:, :2] = labels[1, 5:] = labels[4, 7:] = -100
+    ref_hidden, ref_weight, _, _ = problem(shape=(2 * B, T), h=H, v=V, dtype=torch.float64, seed=1)
     return hidden, weight, labels, ref_hidden.detach(), ref_weight.detach()
 
 

@@ -13,9 +13,9 @@ from tests.results.losses import batch
 B = 5
 
 
-def problem(seed=0, dtype=torch.float64, rows=B):
+def problem(seed=0, rows=B):
     """Hidden states, weight, labels, reference hidden states and weight, and which completions are desirable."""
-    d = batch(dtype, rows, length=9, seed=seed)
+    d = batch(rows=rows, length=9, seed=seed)
     hidden, weight = (d[name].requires_grad_() for name in ("h", "weight"))
     return hidden, weight, d["y"], d["other"], d["ref_weight"], d["signs"] > 0
 

@@ -31,7 +31,6 @@ if TYPE_CHECKING:  # the names of _MODULES, for type checkers and editors; a tes
     from liger_losses.chunked import workspace as workspace
     from liger_losses.chunked.assertions import assert_no_logits as assert_no_logits
     from liger_losses.chunked.losses.base import ChunkedLoss as ChunkedLoss
-    from liger_losses.chunked.losses.columns import teacher_topk as teacher_topk
     from liger_losses.chunked.losses.completion_loss import Completions as Completions
     from liger_losses.chunked.losses.cross_entropy import CrossEntropyOutput as CrossEntropyOutput
     from liger_losses.chunked.losses.cross_entropy import (
@@ -48,7 +47,11 @@ if TYPE_CHECKING:  # the names of _MODULES, for type checkers and editors; a tes
     from liger_losses.chunked.losses.distillation import LigerFusedLinearKLLoss as LigerFusedLinearKLLoss
     from liger_losses.chunked.losses.distillation import LigerFusedLinearReverseKLLoss as LigerFusedLinearReverseKLLoss
     from liger_losses.chunked.losses.distillation import LigerFusedLinearTVDLoss as LigerFusedLinearTVDLoss
+    from liger_losses.chunked.losses.dpo import LigerFusedLinearCPOLoss as LigerFusedLinearCPOLoss
     from liger_losses.chunked.losses.dpo import LigerFusedLinearDPOLoss as LigerFusedLinearDPOLoss
+    from liger_losses.chunked.losses.dpo import LigerFusedLinearORPOLoss as LigerFusedLinearORPOLoss
+    from liger_losses.chunked.losses.dpo import LigerFusedLinearSimPOLoss as LigerFusedLinearSimPOLoss
+    from liger_losses.chunked.losses.dpo import ORPOMetrics as ORPOMetrics
     from liger_losses.chunked.losses.minillm import LigerFusedLinearMiniLLMLoss as LigerFusedLinearMiniLLMLoss
     from liger_losses.chunked.losses.pairs import Pairs as Pairs
     from liger_losses.chunked.losses.pairs import PreferenceLoss as PreferenceLoss
@@ -57,12 +60,9 @@ if TYPE_CHECKING:  # the names of _MODULES, for type checkers and editors; a tes
     from liger_losses.chunked.losses.policy import LigerFusedLinearGRPOLoss as LigerFusedLinearGRPOLoss
     from liger_losses.chunked.losses.policy import PolicyMetrics as PolicyMetrics
     from liger_losses.chunked.losses.policy import PolicyMetricsWithoutKL as PolicyMetricsWithoutKL
-    from liger_losses.chunked.losses.reference_free import LigerFusedLinearCPOLoss as LigerFusedLinearCPOLoss
-    from liger_losses.chunked.losses.reference_free import LigerFusedLinearORPOLoss as LigerFusedLinearORPOLoss
-    from liger_losses.chunked.losses.reference_free import LigerFusedLinearSimPOLoss as LigerFusedLinearSimPOLoss
-    from liger_losses.chunked.losses.reference_free import ORPOMetrics as ORPOMetrics
     from liger_losses.chunked.losses.registration import register_divergence as register_divergence
     from liger_losses.chunked.losses.registration import register_objective as register_objective
+    from liger_losses.chunked.losses.softmax_divergences import teacher_topk as teacher_topk
     from liger_losses.chunked.losses.unpaired import LigerFusedLinearBCOLoss as LigerFusedLinearBCOLoss
     from liger_losses.chunked.losses.unpaired import LigerFusedLinearKTOLoss as LigerFusedLinearKTOLoss
     from liger_losses.chunked.losses.unpaired import UnpairedMetrics as UnpairedMetrics
@@ -95,20 +95,19 @@ _MODULES = {
         "register_statistic set_default_workspace workspace"
     ),
     "chunked.losses.base": "ChunkedLoss",
-    "chunked.losses.columns": "teacher_topk",
+    "chunked.losses.softmax_divergences": "teacher_topk",
     "chunked.losses.completion_loss": "Completions",
     "chunked.losses.cross_entropy": "CrossEntropyOutput LigerFusedLinearCrossEntropyLoss ManyHeadsMetrics",
     "chunked.losses.distillation": (
         "DistillationLoss DistillationMetrics LigerFusedLinearAlphaBetaLoss LigerFusedLinearCosineSimilarityLoss "
         "LigerFusedLinearJSDLoss LigerFusedLinearKLLoss LigerFusedLinearReverseKLLoss LigerFusedLinearTVDLoss"
     ),
-    "chunked.losses.dpo": "LigerFusedLinearDPOLoss",
+    "chunked.losses.dpo": (
+        "LigerFusedLinearCPOLoss LigerFusedLinearDPOLoss LigerFusedLinearORPOLoss LigerFusedLinearSimPOLoss ORPOMetrics"
+    ),
     "chunked.losses.minillm": "LigerFusedLinearMiniLLMLoss",
     "chunked.losses.pairs": "Pairs PreferenceLoss PreferenceMetrics",
     "chunked.losses.policy": "AdaptiveEntropy LigerFusedLinearGRPOLoss PolicyMetrics PolicyMetricsWithoutKL",
-    "chunked.losses.reference_free": (
-        "LigerFusedLinearCPOLoss LigerFusedLinearORPOLoss LigerFusedLinearSimPOLoss ORPOMetrics"
-    ),
     "chunked.losses.registration": "register_divergence register_objective",
     "chunked.losses.unpaired": "LigerFusedLinearBCOLoss LigerFusedLinearKTOLoss UnpairedMetrics",
     "chunked.teacher_files": "TeacherFiles TeacherWriter",

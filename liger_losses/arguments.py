@@ -158,7 +158,7 @@ def constructor_signature(cls: Any) -> inspect.Signature:
             positions = positions if kind.VAR_POSITIONAL in kinds else ()
             if kind.VAR_KEYWORD not in kinds:
                 return inspect.Signature([*known.values()])
-    known = {**known, **{n: p for n, p in options_signature(cls, positions).parameters.items() if n not in known}}
+    known = {**known, **options_signature(cls, positions).parameters, **known}
     return inspect.Signature(sorted(known.values(), key=lambda p: p.kind))
 
 
@@ -166,7 +166,8 @@ def named_options(cls: Any, arguments: Sequence[Any], options: Mapping[str, Any]
     """The arguments of a loss's constructor by name; a TypeError for too many, unknown and missing ones, and for what
     belongs to the call."""
     options, positions, signature = cls.options_type.folded(options), cls.positions, cls.options_signature
-    check_known(cls, options, signature.parameters)
+    if not options.keys() <= signature.parameters.keys():
+        check_known(cls, options, signature.parameters)
     try:
         named = signature.bind(*arguments, **options).arguments
     except TypeError as error:
@@ -194,11 +195,12 @@ def check_no_inputs(cls: Any, options: Mapping[str, Any]) -> None:
     """Raise TypeError if an option is a layer, a head, or a tensor that it cannot be: these belong to the call."""
     known = cls.options_type.__dataclass_fields__
     for name, value in options.items():
-        parts = value if isinstance(value, (list, tuple)) else [value]
-        fits = isinstance(value, Tensor) and value.dim() <= 1 and "Tensor" in str(known[name].type)
-        if not fits and any(isinstance(part, (Tensor, nn.Module)) or hasattr(part, "vocab_size") for part in parts):
-            shape = f"{list(value.shape)}, {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
-            raise TypeError(
-                f"{cls.__name__} was given a tensor or a head as its option {name} ({shape}): options go to the "
-                f"constructor, tensors and heads to the call; add (), {cls.__name__}()(...)."
-            )
+        if isinstance(value, Tensor) and value.dim() <= 1 and "Tensor" in str(known[name].type):
+            continue
+        for part in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(part, (Tensor, nn.Module)) or hasattr(part, "vocab_size"):
+                shape = f"{list(value.shape)}, {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
+                raise TypeError(
+                    f"{cls.__name__} was given a tensor or a head as its option {name} ({shape}): options go to the "
+                    f"constructor, tensors and heads to the call; add (), {cls.__name__}()(...)."
+                )

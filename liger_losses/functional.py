@@ -22,7 +22,10 @@ T tokens, n tokens, C columns of the vocabulary::
 
 from liger_losses.chunked.losses.completion_loss import sequence_logps as sequence_logps
 from liger_losses.chunked.losses.cross_entropy import cross_entropy as cross_entropy
+from liger_losses.chunked.losses.dpo import cpo_loss as cpo_loss
 from liger_losses.chunked.losses.dpo import dpo_loss as dpo_loss
+from liger_losses.chunked.losses.dpo import orpo_loss as orpo_loss
+from liger_losses.chunked.losses.dpo import simpo_loss as simpo_loss
 from liger_losses.chunked.losses.minillm import minillm_returns as minillm_returns
 from liger_losses.chunked.losses.policy_estimates import SamplerMetrics as SamplerMetrics
 from liger_losses.chunked.losses.policy_estimates import SamplerWeights as SamplerWeights
@@ -34,9 +37,6 @@ from liger_losses.chunked.losses.policy_objectives import high_entropy_mask as h
 from liger_losses.chunked.losses.policy_tables import PolicyOptions as PolicyOptions
 from liger_losses.chunked.losses.policy_tables import fipo_weights as fipo_weights
 from liger_losses.chunked.losses.policy_tables import vespo_weights as vespo_weights
-from liger_losses.chunked.losses.reference_free import cpo_loss as cpo_loss
-from liger_losses.chunked.losses.reference_free import orpo_loss as orpo_loss
-from liger_losses.chunked.losses.reference_free import simpo_loss as simpo_loss
 from liger_losses.chunked.losses.softmax_divergences import alpha_beta_divergence as alpha_beta_divergence
 from liger_losses.chunked.losses.softmax_divergences import divergence as divergence
 from liger_losses.chunked.losses.softmax_divergences import forward_kl as forward_kl

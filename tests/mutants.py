@@ -40,8 +40,8 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
     ],
     f"{GOLDEN} -k 'PO or KTO or BCO'": [
         ("chunked.losses.completion_loss", "CompletionLoss._scored", "total / lengths", "total * lengths"),
-        ("chunked.losses.reference_free", "_log_odds", "logps - torch.log", "logps + torch.log"),
-        ("chunked.losses.reference_free", "alphapo_reward", ") / a\n", ") * a\n"),
+        ("chunked.losses.dpo", "_log_odds", "logps - torch.log", "logps + torch.log"),
+        ("chunked.losses.dpo", "alphapo_reward", ") / a\n", ") * a\n"),
         ("chunked.losses.unpaired", "unpaired_loss", "rewards - shift", "rewards + shift"),
         ("chunked.losses.unpaired", "UnpairedPreferenceLoss.divergence", ".clamp(min=0)", ""),
     ],

@@ -29,15 +29,15 @@ from liger_losses.chunked.losses.distillation import (
     LigerFusedLinearReverseKLLoss,
     LigerFusedLinearTVDLoss,
 )
-from liger_losses.chunked.losses.dpo import LigerFusedLinearDPOLoss
-from liger_losses.chunked.losses.minillm import LigerFusedLinearMiniLLMLoss
-from liger_losses.chunked.losses.pairs import PreferenceLoss
-from liger_losses.chunked.losses.policy import LigerFusedLinearGRPOLoss
-from liger_losses.chunked.losses.reference_free import (
+from liger_losses.chunked.losses.dpo import (
     LigerFusedLinearCPOLoss,
+    LigerFusedLinearDPOLoss,
     LigerFusedLinearORPOLoss,
     LigerFusedLinearSimPOLoss,
 )
+from liger_losses.chunked.losses.minillm import LigerFusedLinearMiniLLMLoss
+from liger_losses.chunked.losses.pairs import PreferenceLoss
+from liger_losses.chunked.losses.policy import LigerFusedLinearGRPOLoss
 from liger_losses.chunked.losses.unpaired import LigerFusedLinearBCOLoss, LigerFusedLinearKTOLoss
 from liger_losses.kernels.divergence_forms import Divergence
 from liger_losses.kernels.logit_transform import LogitTransform

@@ -178,9 +178,10 @@ class ChunkedLoss(nn.Module):
     statistics: ClassVar[tuple[str, ...]] = ("logp",)
     #: Further statistics that it reads, without a gradient.
     metrics: tuple[str, ...] = ()
-    #: The dataclass of its options (see :func:`constructor`), and which of them the constructor takes by position.
+    #: The dataclass of its options (see :func:`constructor`), and which of them the constructor takes by position, as
+    #: names or as a text of them.
     options_type: ClassVar[type[LossOptions]] = LossOptions
-    positions: ClassVar[tuple[str, ...]] = ()
+    positions: ClassVar[Sequence[str]] = ()
     #: The documented names of its arguments by position, in each form of the call.
     forms: ClassVar[tuple[tuple[str, ...], ...]] = (("head", "hidden_states", "labels"),)
     #: The names of :meth:`forward`'s parameters, and which of them a documented name is.
@@ -203,6 +204,7 @@ class ChunkedLoss(nn.Module):
         """Add what follows from the class's options, constructor and call."""
         init: Any = vars(cls).get("__init__")
         cls.options_type = getattr(init, "options_type", cls.options_type)
+        cls.positions = cls.positions.split() if isinstance(cls.positions, str) else cls.positions
         if hasattr(init, "options_type") and list(inspect.signature(init).parameters) == ["self"]:
             del cls.__init__
         elif init is not None:  # torch.compile cannot trace it

@@ -333,9 +333,9 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss, Generic[R]):
     """
 
     settings: CrossEntropyOptions
-    positions: ClassVar[tuple[str, ...]] = (
-        *("ce_weight", "ignore_index", "lse_square_scale", "label_smoothing", "reduction", "softcap", "return_z_loss"),
-        *("accum_dtype", "use_token_scaling", "return_token_accuracy", "return_predicted_tokens"),
+    positions = (
+        "ce_weight ignore_index lse_square_scale label_smoothing reduction softcap return_z_loss accum_dtype "
+        "use_token_scaling return_token_accuracy return_predicted_tokens"
     )
 
     @overload

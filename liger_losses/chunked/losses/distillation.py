@@ -25,8 +25,8 @@ from liger_losses.chunked.core.ops import added, weighted_sum
 from liger_losses.chunked.core.statistics import Statistic
 from liger_losses.chunked.core.target import TokenLoss
 from liger_losses.chunked.losses.base import AnyHead, ChunkedLoss, LossOptions, constructor
-from liger_losses.chunked.losses.columns import loss_over_columns
 from liger_losses.chunked.losses.cross_entropy import TOKEN_SCALINGS, constant_weights, token_factors
+from liger_losses.chunked.losses.softmax_divergences import loss_over_columns
 from liger_losses.chunked.losses.sums import sum_over_group, wide
 from liger_losses.kernels.divergence_forms import Divergence
 from liger_losses.kernels.logit_transform import LogitTransform
@@ -61,8 +61,8 @@ def scaled_sum(values: Mapping[str, Tensor], scaling: str, **weights: Tensor) ->
 #: Whose largest columns a divergence is over.
 _MODELS = ("student", "teacher")
 #: Options by position.
-_WEIGHTS = ("weight_hard_loss", "weight_soft_loss")
-_OTHERS = ("ignore_index", "temperature", "compiled", "chunk_size", "return_soft_hard_loss")
+_WEIGHTS = "weight_hard_loss weight_soft_loss"
+_OTHERS = "ignore_index temperature compiled chunk_size return_soft_hard_loss"
 
 
 class DistillationOptions(LossOptions):
@@ -162,7 +162,7 @@ class DistillationLoss(ChunkedLoss):
     @constructor(DivergenceOptions)
     def __init__(self) -> None: ...
 
-    positions: ClassVar[tuple[str, ...]] = ("divergence", *_WEIGHTS, *_OTHERS)
+    positions = f"divergence {_WEIGHTS} {_OTHERS}"
 
     @property
     def divergence(self) -> Divergence:
@@ -330,7 +330,7 @@ class LigerFusedLinearJSDLoss(DistillationLoss):
     @constructor(JSDOptions)
     def __init__(self) -> None: ...
 
-    positions = (*_WEIGHTS, "beta", *_OTHERS)
+    positions = f"{_WEIGHTS} beta {_OTHERS}"
 
 
 class KLOptions(DistillationOptions):
@@ -359,7 +359,7 @@ class LigerFusedLinearKLLoss(DistillationLoss):
     @constructor(KLOptions)
     def __init__(self) -> None: ...
 
-    positions = (*_WEIGHTS, *_OTHERS)
+    positions = f"{_WEIGHTS} {_OTHERS}"
 
 
 class ReverseKLOptions(KLOptions):
@@ -408,7 +408,7 @@ class LigerFusedLinearTVDLoss(DistillationLoss):
     @constructor(TVDOptions)
     def __init__(self) -> None: ...
 
-    positions = (*_WEIGHTS, *_OTHERS)
+    positions = f"{_WEIGHTS} {_OTHERS}"
 
 
 @dataclass(frozen=True)
@@ -443,7 +443,7 @@ class LigerFusedLinearAlphaBetaLoss(DistillationLoss):
     @constructor(AlphaBetaOptions)
     def __init__(self) -> None: ...
 
-    positions = ("alpha", "beta", *_WEIGHTS, *_OTHERS)
+    positions = f"alpha beta {_WEIGHTS} {_OTHERS}"
 
 
 class CosineSimilarityOptions(DistillationOptions):
@@ -473,4 +473,4 @@ class LigerFusedLinearCosineSimilarityLoss(DistillationLoss):
     @constructor(CosineSimilarityOptions)
     def __init__(self) -> None: ...
 
-    positions = (*_WEIGHTS, "beta", *_OTHERS)
+    positions = f"{_WEIGHTS} beta {_OTHERS}"

@@ -60,7 +60,7 @@ class LigerFusedLinearMiniLLMLoss(ChunkedLoss):
     @constructor(MiniLLMOptions)
     def __init__(self) -> None: ...
 
-    positions = ("gamma", "length_normalization", "single_step")
+    positions = "gamma length_normalization single_step"
 
     @operator
     def forward(  # type: ignore[override]

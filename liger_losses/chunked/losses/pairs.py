@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import Any, ClassVar, Generic, NamedTuple, overload
+from typing import Any, Generic, NamedTuple, overload
 
 import torch
 import torch.nn.functional as F
@@ -156,10 +156,7 @@ class PreferenceLoss(CompletionLoss, Generic[M]):
     @constructor(PreferenceOptions)
     def __init__(self) -> None: ...
 
-    positions: ClassVar[tuple[str, ...]] = (
-        *("ignore_index", "beta", "alpha", "compute_nll_loss", "average_log_prob", "use_ref_model", "chunk_size"),
-        "compiled",
-    )
+    positions = "ignore_index beta alpha compute_nll_loss average_log_prob use_ref_model chunk_size compiled"
 
     def pair_loss(self, pairs: Pairs) -> Tensor:
         """The loss of each pair, ``[B]``."""

@@ -207,10 +207,9 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
 
     settings: GRPOOptions
     positions = (
-        *("beta", "compiled", "use_ref_model", "chunk_size", "epsilon_low", "epsilon_high", "loss_type"),
-        *("max_completion_length", "importance_sampling_level", "sapo_temperature_pos", "sapo_temperature_neg"),
-        *("temperature", "delta", "use_bias_correction_kl"),
-        *("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
+        "beta compiled use_ref_model chunk_size epsilon_low epsilon_high loss_type max_completion_length "
+        "importance_sampling_level sapo_temperature_pos sapo_temperature_neg temperature delta use_bias_correction_kl "
+        "vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg"
     )
 
     @property

@@ -185,7 +185,7 @@ class UnpairedPreferenceLoss(CompletionLoss):
     def __init__(self) -> None: ...
 
     settings: UnpairedOptions
-    positions = ("ignore_index", "beta", "compiled", "use_ref_model", "average_log_prob", "chunk_size")
+    positions = "ignore_index beta compiled use_ref_model average_log_prob chunk_size"
 
     def reward_shift(self, rewards: Tensor) -> Tensor | float:
         """What rewards ``[B]`` without a gradient are compared with, ``[]`` or ``[B]``, if not with a KL divergence."""

@@ -130,13 +130,12 @@ def token_terms(
     factors = [] if token_weights is None else [token_weights.to(logp.dtype)]
     for factor in factors + token_factors(values, scaling):
         ce_scale, z_scale = ce_scale * factor, z_scale * factor
+    label_weights = None if label_weights is None else label_weights.to(ce_scale.dtype)
     read: dict[str, Any] = {
         "mean_logps": values.get("mean_logp"),
         "lse": values.get("lse"),
         "label_weights": label_weights,
     }
-    if label_weights is not None:
-        read["label_weights"] = label_weights.to(ce_scale.dtype)
     return cross_entropy(logp, ce_scale=ce_scale, z_scale=z_scale, **read, **options)
 
 
@@ -179,34 +178,30 @@ class _Part:
 
     target: Target
     mask: Tensor  # which tokens carry loss
-    read: Callable[[], dict[str, Tensor]]  # factors ``[]`` of all tokens, and weights of tokens and labels
+    scale: float  # the weight of the head
+    token_weights: Tensor | None
     options: dict[str, Any]  # of the terms
-    scale: float = 1.0  # the weight of the head
-    token_weights: Tensor | None = None
-    known: dict[str, Any] = field(default_factory=dict)
-
-    def inputs(self) -> dict[str, Any]:
-        """What :attr:`read` returns, which is called once."""
-        self.known = self.known or self.read()
-        return self.known
+    read: Callable[[], dict[str, Any]]  # factors ``[]`` of all tokens, and weights of tokens and labels
+    inputs: dict[str, Any] = field(default_factory=dict)  # what it has returned
 
     def counted(self, ignore_index: int) -> Target:
         """The target to the loss: 0 times what is NaN is NaN, so that a head of weight 0 has no tokens."""
-        nothing = torch.full_like(self.target.labels, ignore_index) if self.scale == 0 else self.target.labels
-        return replace(self.target, labels=nothing)
+        labels = self.target.labels
+        return self.target if self.scale else replace(self.target, labels=torch.full_like(labels, ignore_index))
 
     def token_loss(self) -> TokenLoss:
         """The losses of the tokens. What has no weight takes no part in the gradient products."""
         live = None if self.token_weights is None else self.token_weights != 0
+        return TokenLoss(loss_of_terms, self.scaled_inputs, self.options, live)
 
-        def scaled() -> dict[str, Tensor]:
-            return {n: t if t.dim() or self.scale == 1.0 else t * self.scale for n, t in self.inputs().items()}
-
-        return TokenLoss(loss_of_terms, scaled, self.options, live)
+    def scaled_inputs(self) -> dict[str, Any]:
+        """The inputs to the loss, in which the head has its weight."""
+        self.inputs = self.read()
+        return {n: t if t.dim() or self.scale == 1.0 else t * self.scale for n, t in self.inputs.items()}
 
     def losses(self, values: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """The loss and the z-loss ``[...]`` of the tokens over the denominators, 0 for ignored ones."""
-        ce, z, _ = token_terms(values, **self.inputs(), **self.options)
+        ce, z, _ = token_terms(values, **(self.inputs or self.read()), **self.options)
         return torch.where(self.mask, ce + z, 0.0), torch.where(self.mask, z, 0.0)
 
 
@@ -223,15 +218,17 @@ def linear_cross_entropy(
 ) -> Tensor:
     """``F.cross_entropy`` of the logits of hidden states ``[T, H]``; 0 where no token carries loss."""
     mask, names = labels != ignore_index, ("logp", "mean_logp") if label_smoothing else ("logp",)
-    inputs = {} if class_weight is None else {"label_weights": class_weight[labels.where(mask, 0)].where(mask, 0.0)}
+    inputs = dict[str, Any]()
+    if class_weight is not None:
+        inputs["label_weights"] = class_weight[labels.where(mask, 0)].where(mask, 0.0)
     total = inputs.get("label_weights", mask).sum() if reduction == "mean" else mask.new_ones((), dtype=torch.int64)
     inputs["ce_scale"] = total.masked_fill(total == 0, 1).to(wide(hidden_states.dtype)).reciprocal()
     target, options = target_of(hidden_states, head, labels, class_weight=class_weight), EngineOptions(ignore_index)
-    part = _Part(target, mask, lambda: inputs, {"label_smoothing": label_smoothing})
+    numbers: dict[str, Any] = {"label_smoothing": label_smoothing}
     if reduction == "none":
         (values,) = statistics([target], names, options)
-        return part.losses(values)[0]
-    return loss_sum([target], names, [part.token_loss()], options)[0]
+        return torch.where(mask, token_terms(values, **inputs, **numbers).ce, 0.0)
+    return loss_sum([target], names, [TokenLoss(loss_of_terms, inputs, numbers)], options)[0]
 
 
 class CrossEntropyOptions(LossOptions):
@@ -273,17 +270,12 @@ class CrossEntropyOptions(LossOptions):
         return "probability" if self.use_token_scaling else self.token_scaling
 
     @property
-    def columns(self) -> int | None:
-        """How many largest columns the token scaling reads."""
-        return TOKEN_SCALINGS[self.scaling].columns
-
-    @property
-    def reads(self) -> list[tuple[str, ...]]:
+    def reads(self) -> tuple[list[str], list[str]]:
         """The names of the statistics that the loss is differentiated by, and of others."""
-        of_loss = {"logp": True, "lse": self.lse_square_scale != 0, "mean_logp": self.label_smoothing != 0}
-        others = {"argmax": self.return_token_accuracy or self.return_predicted_tokens, "lse": self.return_z_loss}
-        others["selected_logps"] = self.columns is not None
-        return [tuple([name for name, is_read in names.items() if is_read]) for names in (of_loss, others)]
+        names = ["logp"] + ["lse"] * bool(self.lse_square_scale) + ["mean_logp"] * bool(self.label_smoothing)
+        metrics = ["argmax"] * bool(self.return_token_accuracy or self.return_predicted_tokens)
+        metrics += ["selected_logps"] * (TOKEN_SCALINGS[self.scaling].columns is not None)
+        return names, metrics + ["lse"] * bool(self.return_z_loss)
 
 
 class CrossEntropyInputs(TypedDict, total=False):
@@ -412,28 +404,19 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss, Generic[R]):
                 "or one number as shift= and no head_weights=."
             )
         inputs = {"num_items_in_batch": num_items_in_batch, "token_weights": token_weights}
-        whole = targets_of(
-            _input,
-            lin_weight,
-            target,
-            o.ignore_index,
-            bias=bias,
-            transform=o.transform,
-            shift=o.shift,
-            class_weight=self.ce_weight if o.label_smoothing else None,
-            head_weights=o.head_weights,
-            **inputs,
-        )
-        if o.columns is not None:
-            whole = [replace(target, selected=min(o.columns, target.vocab_size)) for target in whole]
+        classes, of_each = self.ce_weight if o.label_smoothing else None, {"head_weights": o.head_weights, **inputs}
+        how: dict[str, Any] = {"bias": bias, "transform": o.transform, "shift": o.shift, "class_weight": classes}
+        whole = targets_of(_input, lin_weight, target, o.ignore_index, **how, **of_each)
+        if (columns := TOKEN_SCALINGS[o.scaling].columns) is not None:
+            whole = [replace(target, selected=min(columns, target.vocab_size)) for target in whole]
         count = len(whole)
         numbers, weights = [checks.one_each(value, count) if many else [value] for value in inputs.values()]
         if self.spans_ranks:
             self.agree(numbers, whole[0].labels.device)
         scales = [float(scale) for scale in o.head_weights or [1.0] * count]
         heads = zip(whole, numbers, weights, checks.one_each(o.shift, count), scales, strict=True)
-        parts = [self._part(*head) for head in heads]
-        targets, (names, metrics) = [part.counted(o.ignore_index) for part in parts], o.reads
+        parts, (names, metrics) = [self._part(*head) for head in heads], o.reads
+        targets = [part.counted(o.ignore_index) for part in parts]
         loss: Any
         if o.reduction == "none":
             read = statistics(targets, names, o.engine, metrics)
@@ -466,19 +449,18 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss, Generic[R]):
             if classes is not None:
                 inputs["label_weights"] = classes[labels.where(mask, 0).clamp(0, len(classes) - 1)]
             dtype, counted = wide(target.hidden.dtype), [mask]
-            by_factors = o.reduction == "mean" and items is None
-            for factor in inputs.values() if by_factors else ():  # of tokens, then of labels
+            if o.reduction != "mean":
+                return inputs | {"ce_scale": mask.new_ones((), dtype=dtype)}
+            for factor in inputs.values() if items is None else ():  # of tokens, then of labels
                 counted.append(counted[-1] * factor.to(torch.promote_types(factor.dtype, dtype)))
             # What the cross-entropy is divided by; and the z-loss, if that is another number.
             counted = counted[:-3:-1] if classes is not None else counted[-1:]
-            totals = [mask.new_ones((), dtype=dtype)]
-            if o.reduction == "mean":
-                totals = [self.divisor(number, items).to(dtype) for number in counted]
-            return inputs | {n: total.reciprocal() for n, total in zip(("ce_scale", "z_scale"), totals, strict=False)}
+            scales = [self.divisor(number, items).to(dtype).reciprocal() for number in counted]
+            return inputs | dict(zip(("ce_scale", "z_scale"), scales, strict=False))
 
         smoothing = o.label_smoothing * (size / max(size - 1, 1) if o.smooths_others else 1.0)
         options = {"label_smoothing": smoothing, "lse_square_scale": o.lse_square_scale, "scaling": o.scaling}
-        return _Part(target, mask, read, options, scale, weights)
+        return _Part(target, mask, scale, weights, options, read)
 
     def _metrics(self, read: list[dict[str, Tensor]], parts: Sequence[_Part]) -> ManyHeadsMetrics:
         """The results of several heads; those of a head of weight 0 have not been read yet."""

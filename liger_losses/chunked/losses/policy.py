@@ -37,6 +37,7 @@ from liger_losses.chunked.losses.policy_objectives import (
 )
 from liger_losses.chunked.losses.policy_tables import PolicyOptions
 from liger_losses.chunked.losses.sums import sum_over_processes
+from liger_losses.kernels.divergence_forms import finite_logs
 
 
 class AdaptiveEntropy:
@@ -120,7 +121,7 @@ def live_tokens(inputs: PolicyInputs) -> Tensor | None:
     other_terms = (o.beta and "ref_logps" in inputs.tensors) or o.log_ratio_penalty or o.positive_nll or o.divergence
     if other_terms or not o.objective.of_advantages:
         return None
-    live = inputs.mask & (inputs.tensors["advantages"] != 0)
+    live = inputs.advantages != 0
     return live if ratio is None else live & (ratio != 0)
 
 
@@ -313,17 +314,14 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
 
         if self.needs_reference and batch.ref_head is not None:
             (target,) = counted_once([target], o.engine)
-            (inputs.tensors["ref_logps"],) = batch.reference_logps(o.engine, [target], support)
+            inputs.tensors["ref_logps"] = finite_logs(batch.reference_logps(o.engine, [target], support)[0])
         names, share, acting = ["logp"] if coef is None else ["logp", "entropy"], o.top_entropy_quantile, inputs.mask
         names += ["selected_logps"] * len(selected)
         if support is None and inputs.options.separable and share == 1.0:
-            live = None if coef is not None else live_tokens(inputs)
-
-            def read() -> dict[str, Tensor]:
-                inputs.count()
-                entropy = {} if coef is None else {"entropy_weight": coef / inputs.counted}
-                return {**inputs.weights(hidden.dtype), **entropy, **inputs.of_tokens()}
-
+            live, entropy = live_tokens(inputs), {}
+            if coef is not None:
+                live, entropy = None, {"entropy_weight": coef / inputs.counted}
+            read = {**inputs.weights(hidden.dtype), **entropy, **inputs.of_tokens()}
             loss, (values,) = loss_sum([target], names, [TokenLoss(token_loss, read, {"o": o.values}, live)], o.engine)
         else:
             others = ["entropy"] if share < 1.0 else []
@@ -335,7 +333,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
             chosen, copies = None, policy.vocabulary_ranks
             if share < 1.0:
                 chosen = acting = objectives.high_entropy_mask(values["entropy"], acting, share, copies=copies)
-            loss = coupled_losses(values["logp"], inputs.count(), chosen, values.get("selected_logps"))
+            loss = coupled_losses(values["logp"], inputs, chosen, values.get("selected_logps"))
             if coef is not None:
                 loss = loss - coef * (acting * values["entropy"]) / inputs.total(acting).clamp(min=1)
         loss = inputs.total(loss)

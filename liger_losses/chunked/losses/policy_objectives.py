@@ -72,7 +72,7 @@ class PolicyTensors:
                 f"{loss} learns from log-ratios to an old policy: pass its log-probabilities (old_logps= of functions, "
                 "old_per_token_logps= of losses)."
             )
-        if o.mask.of_sampler and self.sampling_logps is None:
+        if o.masking.of_sampler and self.sampling_logps is None:
             raise ValueError(
                 f"{loss} with this token_mask compares the old policy with the sampler: pass the sampler's "
                 "log-probabilities (sampling_logps= of functions, sampling_per_token_logps= of losses)."
@@ -89,7 +89,8 @@ class PolicyTensors:
 class PolicyInputs:
     """What a policy loss reads besides the policy's log-probabilities: constants ``[B, T]``.
 
-    Checks shapes, and drops what padding holds, which may be NaN. The mask is bool.
+    Checks shapes, drops what padding holds, which may be NaN, and counts the tokens, of all ranks and processes where
+    the loss needs these. The mask is bool.
 
     ``copies`` are the ranks that share the policy's vocabulary, which have the same completions. ``common_options`` are
     those of the loss, which all ranks of the group have in common; ``names`` are those of arguments in error messages.
@@ -109,8 +110,9 @@ class PolicyInputs:
         mask, group, number = tensors.mask, tensors.group, tensors.num_items_in_batch
         tensors.check(options)
         self.options, self.mask, self.group, self.prompts = options.values, mask, group, tensors.prompts
-        self.tensors: dict[str, Tensor] = {}  # as they were passed, [B, 1] or [B, T], until :meth:`count`
-        shape = mask.shape
+        self.tensors: dict[str, Tensor] = {}  # [B, T], 0 at padding
+        self.is_ratio: Tensor | None = None  # as it was passed, [B, 1] or [B, T]
+        shape, padding = mask.shape, ~mask
         for argument in ("advantages", "is_ratio", *_LOGPS):
             name, of_completions = names.get(argument, argument), argument not in _LOGPS
             if (value := getattr(tensors, argument)) is None:
@@ -120,39 +122,30 @@ class PolicyInputs:
             if value.is_complex() or (not of_completions and not value.is_floating_point()):
                 raise TypeError(f"{name} must be floating point, got {value.dtype}.")
             value = value[:, None] if value.dim() == 1 else value
-            self.tensors[argument] = (value.detach() if value.requires_grad else value).to(wide(value.dtype))
-        self.is_ratio = self.tensors.get("is_ratio")  # which stays as it is
-        self._sampler_topk = tensors.sampler_topk_logps
-        divides, self._copies, self._number = options.row.normalizer == "items", copies, None
+            value = (value.detach() if value.requires_grad else value).to(wide(value.dtype))
+            self.is_ratio = value if argument == "is_ratio" else self.is_ratio
+            # Of a probability of 0, the ratio is as large as the largest, and no difference is infinite.
+            value = value.masked_fill(padding, 0.0)
+            self.tensors[argument] = value if of_completions else finite_logs(value)
+        self.advantages, self._sampler_topk = self.tensors["advantages"], tensors.sampler_topk_logps
+        divides = options.row.normalizer == "items"
         if number is not None and (divides or group is not None):
-            checked = checks.checked_items(number, mask.device)
-            self._number = checked if divides else None
+            number = checks.checked_items(number, mask.device)
         if group is not None:
             whole = None if self.is_ratio is None else self.is_ratio.shape[1] == 1
             items = "not given" if number is None else "given"
             facts = {"sequences": len(mask), "is_ratio_of_whole_sequences": whole, "num_items_in_batch": items}
             agree(group, {**(common_options or vars(options)), **facts})
-
-    def count(self) -> PolicyInputs:
-        """Count the tokens, of all ranks and processes where the loss needs these, and mask tensors. Called once, by
-        losses of one pass while the first product runs."""
-        padding = ~self.mask
-        for name, value in self.tensors.items():
-            value = value.masked_fill(padding, 0.0)
-            # Of a probability of 0, the ratio is as large as the largest, and no difference is infinite.
-            self.tensors[name] = finite_logs(value) if name in _LOGPS else value
-        self.advantages = self.tensors["advantages"]
-        (self.own_lengths,) = sum_over_group(self.group, self.mask.sum(-1, keepdim=True))
+        (self.own_lengths,) = sum_over_group(group, mask.sum(-1, keepdim=True))
         tokens = self.own_lengths.sum(dtype=torch.float32)
         self.items = self.counted = tokens.clamp(min=1)
-        if self._number is not None:
+        if divides and number is not None:
             # Each process has added the tokens of all ranks that compute one loss with it.
-            ranks = self._copies * (1 if self.group is None else dist.get_world_size(self.group))
-            self.items = (self._number * (ranks / world_size())).clamp(min=1)
-        elif self.options.row.normalizer == "items" and world_size() > 1:  # only these losses synchronize all processes
+            ranks = copies * (1 if group is None else dist.get_world_size(group))
+            self.items = (number * (ranks / world_size())).clamp(min=1)
+        elif divides and world_size() > 1:  # only these losses synchronize all processes
             self.items = (sum_over_processes(tokens) * (1 / world_size())).clamp(min=1)
-        self.divisor = NORMALIZERS[self.options.row.normalizer](self)
-        return self
+        self.divisor = NORMALIZERS[options.row.normalizer](self)
 
     def weights(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """The weights of terms in the loss, ``[]`` or ``[B, T]``, by the names of :func:`weighted`."""
@@ -171,7 +164,8 @@ class PolicyInputs:
 
     def of_tokens(self) -> dict[str, Tensor]:
         """What the terms of tokens read, by the names of :func:`policy_terms`."""
-        unread = () if self.options.reads_sampler else ("sampling_logps",)
+        reads_sampler = self.options.masking.weights is not None or self.options.log_ratio_penalty
+        unread = () if reads_sampler else ("sampling_logps",)
         return {name: value for name, value in self.tensors.items() if name not in unread} | self._of_columns()
 
     def _of_columns(self) -> dict[str, Tensor]:
@@ -382,7 +376,7 @@ def grpo_loss(logps: Tensor, advantages: Tensor, mask: Tensor, **others: Any) ->
         checks.check_shaped("topk_logps", topk, of, logps.device, shape)
         checks.check_shaped("sampler_topk_logps", tensors.sampler_topk_logps, of, logps.device, shape)
         topk = torch.where(tensors.mask[..., None], topk, 0.0)
-    inputs = PolicyInputs(o, tensors).count()
+    inputs = PolicyInputs(o, tensors)
     return inputs.total(coupled_losses(logps, inputs, acting, topk))
 
 

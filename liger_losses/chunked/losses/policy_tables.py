@@ -33,200 +33,6 @@ from liger_losses.chunked.losses.policy_estimates import (
 from liger_losses.chunked.losses.sums import sum_over_group
 from liger_losses.kernels.divergence_forms import Divergence
 
-#: The value of an option that leaves the choice to the row of :data:`LOSS_TYPES`.
-OF_LOSS_TYPE = "default"
-
-
-@dataclass(frozen=True)
-class PolicyOptions:
-    """The options of :func:`grpo_loss`. The default of an option that is ``None`` depends on the loss type.
-
-    Args:
-        loss_type: one of :data:`LOSS_TYPES`.
-        beta: weight of the KL divergence from the reference.
-        epsilon_low, epsilon_high: the bounds of the ratio, ``[1 - epsilon_low, 1 + epsilon_high]``. For ``cispo``, the
-            bounds are ``[cispo_low, epsilon_high]``; for the level ``geometric``,
-            ``[exp(-epsilon_low), exp(epsilon_high)]``. By default, ``epsilon_high`` is 5.0 for ``cispo``, else 0.2.
-        delta: largest ratio of the unclipped objective (dual clipping), or largest weight of ``importance``.
-        importance_sampling_level: one of :data:`RATIOS`: ``token``, ``sequence`` (GSPO), ``sequence_token``
-            (GSPO-token), ``sequence_sum`` (RLOO) or ``geometric`` (GMPO).
-        max_completion_length: largest number of tokens in a completion, for ``dr_grpo``.
-        use_bias_correction_kl: multiply ``kl`` by the ratio (DeepSeek-V3.2, arXiv:2512.02556).
-        off_policy_mask_threshold: completions with a negative advantage have no policy objective if their mean
-            ``log p_sampler - log p`` exceeds this threshold (DeepSeek-V3.2, arXiv:2512.02556, eq. 9).
-        sapo_temperature_pos, sapo_temperature_neg: for tokens with positive advantage, and for the others.
-        vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: shape and rate of the gamma weighting for
-            non-negative advantages, and for negative ones.
-        kl_estimator: one of :data:`KL_ESTIMATORS`.
-        normalizer: one of :data:`NORMALIZERS`; by default the one of the loss type.
-        token_mask: one of :data:`MASKS`; by default the one of the loss type.
-        mask_low, mask_high: the bounds of the mask.
-        log_ratio_penalty: factor of ``(log p - log p_sampler)^2`` (Kimi K2.5, arXiv:2602.02276).
-        cispo_low: the lower bound of the ratio in ``cispo``.
-        fipo_half_life, fipo_low, fipo_high, fipo_safe_ratio: the number of tokens after which the weight of a later
-            token is halved, the bounds of the weights, and the ratio above which the weights of negative advantages are
-            at most 1.
-        real_temperature: divides the scores of ``real``.
-        positive_nll: factor of the mean negative log-likelihood of the tokens of positive advantage (VAPO,
-            arXiv:2504.05118, eq. 10).
-        sampler_term: one of :data:`SAMPLER_TERMS`, which read the sampler's k most likely tokens.
-        sampler_coef: the factor of this term.
-        objective_options: the names and values of the options of an objective of your own
-            (:func:`liger_losses.register_objective`); give each as a keyword.
-        cov_share, cov_low, cov_high, cov_penalty: the share of the tokens that ``clip_cov`` drops and ``kl_cov``
-            penalizes, the range of the covariances of the tokens that ``clip_cov`` drops, and the factor of
-            ``kl_cov``'s penalty.
-
-    Raises:
-        TypeError, ValueError: an option out of its range; a ratio of completions with an objective of tokens.
-    """
-
-    names: ClassVar[Mapping[str, Sequence[Any]]]
-    #: These, of which those that are ``None`` have the values of this loss and mask, if these have some.
-    values: ClassVar[PolicyOptions]
-    #: The row of :data:`LOSS_TYPES`, with the normalizer, the level and the mask that replace its own.
-    row: ClassVar[LossType]
-    #: The values of the options that the objective declares.
-    declared: ClassVar[Mapping[str, float]]
-
-    beta: NonNegativeFloat = 0.04
-    loss_type: str = "dapo"
-    epsilon_low: NonNegativeFloat = 0.2
-    epsilon_high: NonNegativeFloat | None = None
-    delta: PositiveFloat | None = None
-    importance_sampling_level: str = "token"
-    max_completion_length: int | None = None
-    use_bias_correction_kl: bool = False
-    off_policy_mask_threshold: FiniteFloat | None = None
-    sapo_temperature_pos: PositiveFloat = 1.0
-    sapo_temperature_neg: PositiveFloat = 1.05
-    vespo_k_pos: NonNegativeFloat = 2.0
-    vespo_lambda_pos: NonNegativeFloat = 3.0
-    vespo_k_neg: NonNegativeFloat = 3.0
-    vespo_lambda_neg: NonNegativeFloat = 2.0
-    kl_estimator: str = "k3"
-    normalizer: str = OF_LOSS_TYPE
-    token_mask: str = OF_LOSS_TYPE
-    mask_low: NonNegativeFloat | None = None
-    mask_high: NonNegativeFloat | None = None
-    log_ratio_penalty: NonNegativeFloat | None = None
-    cispo_low: NonNegativeFloat = 0.0
-    fipo_half_life: PositiveFloat = 32.0
-    fipo_low: NonNegativeFloat = 0.8
-    fipo_high: NonNegativeFloat = 1.2
-    fipo_safe_ratio: NonNegativeFloat = 4.0
-    real_temperature: PositiveFloat = 0.5
-    cov_share: PositiveFloat = 2e-4
-    cov_low: FiniteFloat = 1.0
-    cov_high: FiniteFloat = 5.0
-    cov_penalty: NonNegativeFloat = 1.0
-    positive_nll: NonNegativeFloat = 0.0
-    sampler_term: str = "none"
-    sampler_coef: NonNegativeFloat = 1.0
-    objective_options: Mapping[str, float] | None = None
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        row, level, limit = LOSS_TYPES[self.loss_type], self.importance_sampling_level, self.max_completion_length
-        loss, chosen = f"loss_type={self.loss_type!r}", {"normalizer": self.normalizer, "mask": self.token_mask}
-        if level not in ("token", row.level) and row.of_tokens:
-            message = f"{loss} is defined for tokens' ratios, not for a completion's"
-            if row.level != "token":
-                message = f"{loss} is defined with ratios of the level {row.level!r}"
-            raise ValueError(f"{message}: leave importance_sampling_level at 'token', got {level!r}.")
-        names: Any = {name: value for name, value in chosen.items() if value != OF_LOSS_TYPE}
-        row = row._replace(**names, level=row.level if level == "token" else level)
-        object.__setattr__(self, "row", row)
-        if row.normalizer == "limit" and (not isinstance(limit, Integral) or limit < 1):
-            raise ValueError(f"{loss} needs max_completion_length=, a positive integer, got {limit!r}.")
-        if self.centers and (self.mask.of_sampler or not self.separable):
-            raise ValueError(
-                f"sampler_term={self.sampler_term!r} needs an objective of single tokens and ratios to the sampler: "
-                f"use another loss_type than {self.loss_type!r}, importance_sampling_level='token', no "
-                "off_policy_mask_threshold, and no token_mask of old policy and sampler."
-            )
-        if self.log_ratio_penalty is None and row.defaults.get("log_ratio_penalty", 0.0) is None:
-            raise ValueError(f"{loss} needs log_ratio_penalty=, the weight of its squared log-ratios.")
-        declared = {**self.objective.options, **(self.objective_options or {})}
-        for name, value in declared.items():
-            if value is Parameter.empty:
-                raise TypeError(f"{loss} needs {name}=, an option of its objective.")
-            check_range(name, value, -math.inf, math.inf)
-        object.__setattr__(self, "declared", declared)
-        defaults = {**_DEFAULTS, **self.mask.bounds, **row.defaults, "objective_options": declared or None}
-        options = {name: getattr(self, name) for name in PolicyOptions.__match_args__}
-        values: Any = {name: defaults.get(name) if value is None else value for name, value in options.items()}
-        complete = type(self) is PolicyOptions and values == options
-        object.__setattr__(self, "values", self if complete else PolicyOptions(**values))
-
-    @classmethod
-    def folded(cls, options: Mapping[str, Any], earlier: PolicyOptions | None = None) -> dict[str, Any]:
-        """Options, of which the objective's own are in ``objective_options``, with those that it had ``earlier``."""
-        loss_type = options.get("loss_type", (earlier or cls).loss_type)
-        row = LOSS_TYPES.get(loss_type) if isinstance(loss_type, str) else None
-        declared = () if row is None else OBJECTIVES[row.objective].options
-        of_objective = {name: options[name] for name in options if name in declared}
-        known = earlier.objective_options if earlier is not None and earlier.loss_type == loss_type else None
-        others = {name: options[name] for name in options if name not in of_objective}
-        return {"objective_options": {**(known or {}), **of_objective} or None, **others}
-
-    @property
-    def objective(self) -> Objective:
-        """The row of :data:`OBJECTIVES`."""
-        return OBJECTIVES[self.row.objective]
-
-    @property
-    def mask(self) -> Mask:
-        """The row of :data:`MASKS`."""
-        return MASKS[self.row.mask]
-
-    @property
-    def divergence(self) -> Divergence | None:
-        """The row of :data:`SAMPLER_TERMS`."""
-        return SAMPLER_TERMS.get(self.sampler_term)
-
-    @property
-    def centers(self) -> bool:
-        """Whether objectives are less their mean by the sampler's probabilities."""
-        return self.sampler_term == "score_centering"
-
-    def mask_weights(self, logps: Tensor, old: Tensor, sampler: Tensor, advantages: Tensor) -> Tensor | None:
-        """The weights of the :attr:`mask`, if it has some."""
-        if self.mask.weights is None:
-            return None
-        compared = old if self.mask.of_sampler else logps
-        with torch.no_grad():
-            return self.mask.weights(compared, sampler, advantages, self.mask_low, self.mask_high)
-
-    @property
-    def separable(self) -> bool:
-        """Whether the loss of every token depends only on this token."""
-        return self.row.level == "token" and not self.objective.coupled and self.off_policy_mask_threshold is None
-
-    @property
-    def reads_sampler(self) -> bool:
-        """Whether the loss reads the sampler's log-probabilities in each token's term."""
-        return self.mask.weights is not None or bool(self.log_ratio_penalty)
-
-
-#: The values of options that are ``None``, for losses that have none of their own.
-_DEFAULTS = {"epsilon_high": 0.2}
-
-#: Losses of other names that are other options here.
-_LOSSES = {
-    "gspo": "importance_sampling_level='sequence' with loss_type='grpo'",
-    "gspo_token": "importance_sampling_level='sequence_token' with loss_type='grpo'",
-    "rloo": "importance_sampling_level='sequence_sum' with loss_type='grpo'",
-    "ipo": "'prime_ipo', the loss of prime-rl that is called IPO; the IPO of pairs is DPO's loss_type='ipo'",
-    "score_centering": "sampler_term='score_centering' with loss_type='importance'",
-    "vapo": "positive_nll=0.1 with loss_type='ppo'",
-    "iw_opd": "advantages of functional.iw_opd_advantages with loss_type='reinforce'",
-}
-#: verl's names of divisors and of estimates.
-_DIVISORS = {"seq-mean-token-mean": "'sequence_mean'", "seq-mean-token-sum": "'sequence_sum'"}
-_ESTIMATES = {"kl": "'k1'", "mse": "'k2'", "low_var_kl": "'k3'"}
-
-
 # --- Objectives -------------------------------------------------------------------------------------------------------
 
 
@@ -513,11 +319,190 @@ LOSS_TYPES = {
     "a2po": LossType("regression", "sequence_mean", True, level="sequence_sum", of_old=True),  # arXiv:2505.20686
 }
 
-PolicyOptions.names = {
-    "loss_type": (LOSS_TYPES, _LOSSES),
-    "importance_sampling_level": (RATIOS,),
-    "kl_estimator": (KL_ESTIMATORS, _ESTIMATES),
-    "normalizer": ({OF_LOSS_TYPE: None, **NORMALIZERS}, _DIVISORS),
-    "token_mask": ({OF_LOSS_TYPE: None, **MASKS},),
-    "sampler_term": ({"none": None, **SAMPLER_TERMS},),
+
+# --- Options ----------------------------------------------------------------------------------------------------------
+
+#: The value of an option that leaves the choice to the row of :data:`LOSS_TYPES`.
+OF_LOSS_TYPE = "default"
+
+#: Losses of other names that are other options here.
+_LOSSES = {
+    "gspo": "importance_sampling_level='sequence' with loss_type='grpo'",
+    "gspo_token": "importance_sampling_level='sequence_token' with loss_type='grpo'",
+    "rloo": "importance_sampling_level='sequence_sum' with loss_type='grpo'",
+    "ipo": "'prime_ipo', the loss of prime-rl that is called IPO; the IPO of pairs is DPO's loss_type='ipo'",
+    "score_centering": "sampler_term='score_centering' with loss_type='importance'",
+    "vapo": "positive_nll=0.1 with loss_type='ppo'",
+    "iw_opd": "advantages of functional.iw_opd_advantages with loss_type='reinforce'",
 }
+#: verl's names of divisors and of estimates.
+_DIVISORS = {"seq-mean-token-mean": "'sequence_mean'", "seq-mean-token-sum": "'sequence_sum'"}
+_ESTIMATES = {"kl": "'k1'", "mse": "'k2'", "low_var_kl": "'k3'"}
+
+
+@dataclass(frozen=True)
+class PolicyOptions:
+    """The options of :func:`grpo_loss`. The default of an option that is ``None`` depends on the loss type.
+
+    Args:
+        loss_type: one of :data:`LOSS_TYPES`.
+        beta: weight of the KL divergence from the reference.
+        epsilon_low, epsilon_high: the bounds of the ratio, ``[1 - epsilon_low, 1 + epsilon_high]``. For ``cispo``, the
+            bounds are ``[cispo_low, epsilon_high]``; for the level ``geometric``,
+            ``[exp(-epsilon_low), exp(epsilon_high)]``. By default, ``epsilon_high`` is 5.0 for ``cispo``, else 0.2.
+        delta: largest ratio of the unclipped objective (dual clipping), or largest weight of ``importance``.
+        importance_sampling_level: one of :data:`RATIOS`: ``token``, ``sequence`` (GSPO), ``sequence_token``
+            (GSPO-token), ``sequence_sum`` (RLOO) or ``geometric`` (GMPO).
+        max_completion_length: largest number of tokens in a completion, for ``dr_grpo``.
+        use_bias_correction_kl: multiply ``kl`` by the ratio (DeepSeek-V3.2, arXiv:2512.02556).
+        off_policy_mask_threshold: completions with a negative advantage have no policy objective if their mean
+            ``log p_sampler - log p`` exceeds this threshold (DeepSeek-V3.2, arXiv:2512.02556, eq. 9).
+        sapo_temperature_pos, sapo_temperature_neg: for tokens with positive advantage, and for the others.
+        vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: shape and rate of the gamma weighting for
+            non-negative advantages, and for negative ones.
+        kl_estimator: one of :data:`KL_ESTIMATORS`.
+        normalizer: one of :data:`NORMALIZERS`; by default the one of the loss type.
+        token_mask: one of :data:`MASKS`; by default the one of the loss type.
+        mask_low, mask_high: the bounds of the mask.
+        log_ratio_penalty: factor of ``(log p - log p_sampler)^2`` (Kimi K2.5, arXiv:2602.02276).
+        cispo_low: the lower bound of the ratio in ``cispo``.
+        fipo_half_life, fipo_low, fipo_high, fipo_safe_ratio: the number of tokens after which the weight of a later
+            token is halved, the bounds of the weights, and the ratio above which the weights of negative advantages are
+            at most 1.
+        real_temperature: divides the scores of ``real``.
+        positive_nll: factor of the mean negative log-likelihood of the tokens of positive advantage (VAPO,
+            arXiv:2504.05118, eq. 10).
+        sampler_term: one of :data:`SAMPLER_TERMS`, which read the sampler's k most likely tokens.
+        sampler_coef: the factor of this term.
+        objective_options: the names and values of the options of an objective of your own
+            (:func:`liger_losses.register_objective`); give each as a keyword.
+        cov_share, cov_low, cov_high, cov_penalty: the share of the tokens that ``clip_cov`` drops and ``kl_cov``
+            penalizes, the range of the covariances of the tokens that ``clip_cov`` drops, and the factor of
+            ``kl_cov``'s penalty.
+
+    Raises:
+        TypeError, ValueError: an option out of its range; a ratio of completions with an objective of tokens.
+    """
+
+    names: ClassVar[Mapping[str, Sequence[Any]]] = {
+        "loss_type": (LOSS_TYPES, _LOSSES),
+        "importance_sampling_level": (RATIOS,),
+        "kl_estimator": (KL_ESTIMATORS, _ESTIMATES),
+        "normalizer": ({OF_LOSS_TYPE: None, **NORMALIZERS}, _DIVISORS),
+        "token_mask": ({OF_LOSS_TYPE: None, **MASKS},),
+        "sampler_term": ({"none": None, **SAMPLER_TERMS},),
+    }
+    #: These, of which those that are ``None`` have the values of this loss and mask, if these have some.
+    values: ClassVar[PolicyOptions]
+    #: The row of :data:`LOSS_TYPES`, with the normalizer, the level and the mask that replace its own; and the rows of
+    #: :data:`OBJECTIVES` and :data:`MASKS` that it names.
+    row: ClassVar[LossType]
+    objective: ClassVar[Objective]
+    masking: ClassVar[Mask]
+    #: The values of the options that the objective declares.
+    declared: ClassVar[Mapping[str, float]]
+
+    beta: NonNegativeFloat = 0.04
+    loss_type: str = "dapo"
+    epsilon_low: NonNegativeFloat = 0.2
+    epsilon_high: NonNegativeFloat | None = None
+    delta: PositiveFloat | None = None
+    importance_sampling_level: str = "token"
+    max_completion_length: int | None = None
+    use_bias_correction_kl: bool = False
+    off_policy_mask_threshold: FiniteFloat | None = None
+    sapo_temperature_pos: PositiveFloat = 1.0
+    sapo_temperature_neg: PositiveFloat = 1.05
+    vespo_k_pos: NonNegativeFloat = 2.0
+    vespo_lambda_pos: NonNegativeFloat = 3.0
+    vespo_k_neg: NonNegativeFloat = 3.0
+    vespo_lambda_neg: NonNegativeFloat = 2.0
+    kl_estimator: str = "k3"
+    normalizer: str = OF_LOSS_TYPE
+    token_mask: str = OF_LOSS_TYPE
+    mask_low: NonNegativeFloat | None = None
+    mask_high: NonNegativeFloat | None = None
+    log_ratio_penalty: NonNegativeFloat | None = None
+    cispo_low: NonNegativeFloat = 0.0
+    fipo_half_life: PositiveFloat = 32.0
+    fipo_low: NonNegativeFloat = 0.8
+    fipo_high: NonNegativeFloat = 1.2
+    fipo_safe_ratio: NonNegativeFloat = 4.0
+    real_temperature: PositiveFloat = 0.5
+    cov_share: PositiveFloat = 2e-4
+    cov_low: FiniteFloat = 1.0
+    cov_high: FiniteFloat = 5.0
+    cov_penalty: NonNegativeFloat = 1.0
+    positive_nll: NonNegativeFloat = 0.0
+    sampler_term: str = "none"
+    sampler_coef: NonNegativeFloat = 1.0
+    objective_options: Mapping[str, float] | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        row, level, limit = LOSS_TYPES[self.loss_type], self.importance_sampling_level, self.max_completion_length
+        loss, chosen = f"loss_type={self.loss_type!r}", {"normalizer": self.normalizer, "mask": self.token_mask}
+        if level not in ("token", row.level) and row.of_tokens:
+            message = f"{loss} is defined for tokens' ratios, not for a completion's"
+            if row.level != "token":
+                message = f"{loss} is defined with ratios of the level {row.level!r}"
+            raise ValueError(f"{message}: leave importance_sampling_level at 'token', got {level!r}.")
+        names: Any = {name: value for name, value in chosen.items() if value != OF_LOSS_TYPE}
+        row = row._replace(**names, level=row.level if level == "token" else level)
+        for name, fact in (("row", row), ("objective", OBJECTIVES[row.objective]), ("masking", MASKS[row.mask])):
+            object.__setattr__(self, name, fact)
+        if row.normalizer == "limit" and (not isinstance(limit, Integral) or limit < 1):
+            raise ValueError(f"{loss} needs max_completion_length=, a positive integer, got {limit!r}.")
+        if self.centers and (self.masking.of_sampler or not self.separable):
+            raise ValueError(
+                f"sampler_term={self.sampler_term!r} needs an objective of single tokens and ratios to the sampler: "
+                f"use another loss_type than {self.loss_type!r}, importance_sampling_level='token', no "
+                "off_policy_mask_threshold, and no token_mask of old policy and sampler."
+            )
+        if self.log_ratio_penalty is None and row.defaults.get("log_ratio_penalty", 0.0) is None:
+            raise ValueError(f"{loss} needs log_ratio_penalty=, the weight of its squared log-ratios.")
+        declared = {**self.objective.options, **(self.objective_options or {})}
+        for name, value in declared.items():
+            if value is Parameter.empty:
+                raise TypeError(f"{loss} needs {name}=, an option of its objective.")
+            check_range(name, value, -math.inf, math.inf)
+        object.__setattr__(self, "declared", declared)
+        options: Any = {name: getattr(self, name) for name in PolicyOptions.__match_args__}
+        defaults = {"epsilon_high": 0.2, **self.masking.bounds, **row.defaults}
+        missing = {n: defaults[n] for n, value in options.items() if value is None and defaults.get(n) is not None}
+        complete = type(self) is PolicyOptions and not missing
+        object.__setattr__(self, "values", self if complete else PolicyOptions(**options | missing))
+
+    @classmethod
+    def folded(cls, options: Mapping[str, Any], earlier: PolicyOptions | None = None) -> dict[str, Any]:
+        """Options, of which the objective's own are in ``objective_options``, with those that it had ``earlier``."""
+        loss_type = options.get("loss_type", (earlier or cls).loss_type)
+        row = LOSS_TYPES.get(loss_type) if isinstance(loss_type, str) else None
+        declared = () if row is None else OBJECTIVES[row.objective].options
+        of_objective = {name: options[name] for name in options if name in declared}
+        known = earlier.objective_options if earlier is not None and earlier.loss_type == loss_type else None
+        others = {name: options[name] for name in options if name not in of_objective}
+        return {"objective_options": {**(known or {}), **of_objective} or None, **others}
+
+    @property
+    def divergence(self) -> Divergence | None:
+        """The row of :data:`SAMPLER_TERMS`."""
+        return SAMPLER_TERMS.get(self.sampler_term)
+
+    @property
+    def centers(self) -> bool:
+        """Whether objectives are less their mean by the sampler's probabilities."""
+        return self.sampler_term == "score_centering"
+
+    def mask_weights(self, logps: Tensor, old: Tensor, sampler: Tensor, advantages: Tensor) -> Tensor | None:
+        """The weights of the :attr:`masking`, if it has some."""
+        if self.masking.weights is None:
+            return None
+        compared = old if self.masking.of_sampler else logps
+        with torch.no_grad():
+            return self.masking.weights(compared, sampler, advantages, self.mask_low, self.mask_high)
+
+    @property
+    def separable(self) -> bool:
+        """Whether the loss of every token depends only on this token."""
+        return self.row.level == "token" and not self.objective.coupled and self.off_policy_mask_threshold is None

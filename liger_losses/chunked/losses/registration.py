@@ -98,7 +98,7 @@ def _check_objective(name: str, coupled: bool, defaults: Mapping[str, Any]) -> N
     leaf = torch.where(mask, logps, 0.0).requires_grad_()
     prompts = torch.arange(_B) // 2
     tensors = PolicyTensors(advantages, mask, old_logps=old, sampling_logps=old, prompts=prompts)
-    inputs, said = PolicyInputs(options, tensors).count(), f"the objective {name!r}"
+    inputs, said = PolicyInputs(options, tensors), f"the objective {name!r}"
     terms = coupled_terms(leaf, inputs)
     if not isinstance(terms, Tensor) or terms.shape not in ((_B, _T), (_B, 1)):
         raise ValueError(f"{said} must return a value for each token, [{_B}, {_T}], got {described(terms)}.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeAlias, TypedDict, overload
 
 import torch
@@ -172,17 +172,14 @@ class ManyHeadsMetrics(NamedTuple):
     predicted_tokens: list[Tensor] | None = None
 
 
-@dataclass
-class _Part:
+class _Part(NamedTuple):
     """What one head predicts, and what its tokens' losses read besides statistics."""
 
     target: Target
     mask: Tensor  # which tokens carry loss
     scale: float  # the weight of the head
-    token_weights: Tensor | None
     options: dict[str, Any]  # of the terms
-    read: Callable[[], dict[str, Any]]  # factors ``[]`` of all tokens, and weights of tokens and labels
-    inputs: dict[str, Any] = field(default_factory=dict)  # what it has returned
+    inputs: dict[str, Any]  # factors ``[]`` of all tokens, and weights of tokens and labels
 
     def counted(self, ignore_index: int) -> Target:
         """The target to the loss: 0 times what is NaN is NaN, so that a head of weight 0 has no tokens."""
@@ -191,17 +188,13 @@ class _Part:
 
     def token_loss(self) -> TokenLoss:
         """The losses of the tokens. What has no weight takes no part in the gradient products."""
-        live = None if self.token_weights is None else self.token_weights != 0
-        return TokenLoss(loss_of_terms, self.scaled_inputs, self.options, live)
-
-    def scaled_inputs(self) -> dict[str, Any]:
-        """The inputs to the loss, in which the head has its weight."""
-        self.inputs = self.read()
-        return {n: t if t.dim() or self.scale == 1.0 else t * self.scale for n, t in self.inputs.items()}
+        live = self.inputs["token_weights"] != 0 if "token_weights" in self.inputs else None
+        scaled = {n: t if t.dim() or self.scale == 1.0 else t * self.scale for n, t in self.inputs.items()}
+        return TokenLoss(loss_of_terms, scaled, self.options, live)
 
     def losses(self, values: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """The loss and the z-loss ``[...]`` of the tokens over the denominators, 0 for ignored ones."""
-        ce, z, _ = token_terms(values, **(self.inputs or self.read()), **self.options)
+        ce, z, _ = token_terms(values, **self.inputs, **self.options)
         return torch.where(self.mask, ce + z, 0.0), torch.where(self.mask, z, 0.0)
 
 
@@ -442,25 +435,21 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss, Generic[R]):
             )
         mask, size = labels != o.ignore_index, target.vocab_size
         items = None if items is None else checks.checked_items(items, mask.device)
-        weights = None if token_weights is None else constant_weights(token_weights, labels, int(positions))
-
-        def read() -> dict[str, Tensor]:
-            inputs = {} if weights is None else {"token_weights": weights}
-            if classes is not None:
-                inputs["label_weights"] = classes[labels.where(mask, 0).clamp(0, len(classes) - 1)]
-            dtype, counted = wide(target.hidden.dtype), [mask]
-            if o.reduction != "mean":
-                return inputs | {"ce_scale": mask.new_ones((), dtype=dtype)}
-            for factor in inputs.values() if items is None else ():  # of tokens, then of labels
-                counted.append(counted[-1] * factor.to(torch.promote_types(factor.dtype, dtype)))
-            # What the cross-entropy is divided by; and the z-loss, if that is another number.
-            counted = counted[:-3:-1] if classes is not None else counted[-1:]
-            scales = [self.divisor(number, items).to(dtype).reciprocal() for number in counted]
-            return inputs | dict(zip(("ce_scale", "z_scale"), scales, strict=False))
-
+        inputs, dtype, counted = dict[str, Any](), wide(target.hidden.dtype), [mask]
+        if token_weights is not None:
+            inputs["token_weights"] = constant_weights(token_weights, labels, int(positions))
+        if classes is not None:
+            inputs["label_weights"] = classes[labels.where(mask, 0).clamp(0, len(classes) - 1)]
         smoothing = o.label_smoothing * (size / max(size - 1, 1) if o.smooths_others else 1.0)
         options = {"label_smoothing": smoothing, "lse_square_scale": o.lse_square_scale, "scaling": o.scaling}
-        return _Part(target, mask, scale, weights, options, read)
+        if o.reduction != "mean":
+            return _Part(target, mask, scale, options, {**inputs, "ce_scale": mask.new_ones((), dtype=dtype)})
+        for factor in inputs.values() if items is None else ():  # of tokens, then of labels
+            counted.append(counted[-1] * factor.to(torch.promote_types(factor.dtype, dtype)))
+        # What the cross-entropy is divided by; and the z-loss, if that is another number.
+        counted = counted[:-3:-1] if classes is not None else counted[-1:]
+        scales = [self.divisor(number, items).to(dtype).reciprocal() for number in counted]
+        return _Part(target, mask, scale, options, inputs | dict(zip(("ce_scale", "z_scale"), scales, strict=False)))
 
     def _metrics(self, read: list[dict[str, Tensor]], parts: Sequence[_Part]) -> ManyHeadsMetrics:
         """The results of several heads; those of a head of weight 0 have not been read yet."""

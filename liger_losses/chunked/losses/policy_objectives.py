@@ -72,7 +72,7 @@ class PolicyTensors:
                 f"{loss} learns from log-ratios to an old policy: pass its log-probabilities (old_logps= of functions, "
                 "old_per_token_logps= of losses)."
             )
-        if o.masking.of_sampler and self.sampling_logps is None:
+        if o.mask.of_sampler and self.sampling_logps is None:
             raise ValueError(
                 f"{loss} with this token_mask compares the old policy with the sampler: pass the sampler's "
                 "log-probabilities (sampling_logps= of functions, sampling_per_token_logps= of losses)."
@@ -164,7 +164,7 @@ class PolicyInputs:
 
     def of_tokens(self) -> dict[str, Tensor]:
         """What the terms of tokens read, by the names of :func:`policy_terms`."""
-        reads_sampler = self.options.masking.weights is not None or self.options.log_ratio_penalty
+        reads_sampler = self.options.mask.weights is not None or self.options.log_ratio_penalty
         unread = () if reads_sampler else ("sampling_logps",)
         return {name: value for name, value in self.tensors.items() if name not in unread} | self._of_columns()
 

@@ -394,11 +394,8 @@ class PolicyOptions:
     }
     #: These, of which those that are ``None`` have the values of this loss and mask, if these have some.
     values: ClassVar[PolicyOptions]
-    #: The row of :data:`LOSS_TYPES`, with the normalizer, the level and the mask that replace its own; and the rows of
-    #: :data:`OBJECTIVES` and :data:`MASKS` that it names.
+    #: The row of :data:`LOSS_TYPES`, with the normalizer, the level and the mask that replace its own.
     row: ClassVar[LossType]
-    objective: ClassVar[Objective]
-    masking: ClassVar[Mask]
     #: The values of the options that the objective declares.
     declared: ClassVar[Mapping[str, float]]
 
@@ -449,11 +446,10 @@ class PolicyOptions:
             raise ValueError(f"{message}: leave importance_sampling_level at 'token', got {level!r}.")
         names: Any = {name: value for name, value in chosen.items() if value != OF_LOSS_TYPE}
         row = row._replace(**names, level=row.level if level == "token" else level)
-        for name, fact in (("row", row), ("objective", OBJECTIVES[row.objective]), ("masking", MASKS[row.mask])):
-            object.__setattr__(self, name, fact)
+        object.__setattr__(self, "row", row)
         if row.normalizer == "limit" and (not isinstance(limit, Integral) or limit < 1):
             raise ValueError(f"{loss} needs max_completion_length=, a positive integer, got {limit!r}.")
-        if self.centers and (self.masking.of_sampler or not self.separable):
+        if self.centers and (self.mask.of_sampler or not self.separable):
             raise ValueError(
                 f"sampler_term={self.sampler_term!r} needs an objective of single tokens and ratios to the sampler: "
                 f"use another loss_type than {self.loss_type!r}, importance_sampling_level='token', no "
@@ -468,7 +464,7 @@ class PolicyOptions:
             check_range(name, value, -math.inf, math.inf)
         object.__setattr__(self, "declared", declared)
         options: Any = {name: getattr(self, name) for name in PolicyOptions.__match_args__}
-        defaults = {"epsilon_high": 0.2, **self.masking.bounds, **row.defaults}
+        defaults = {"epsilon_high": 0.2, **self.mask.bounds, **row.defaults}
         missing = {n: defaults[n] for n, value in options.items() if value is None and defaults.get(n) is not None}
         complete = type(self) is PolicyOptions and not missing
         object.__setattr__(self, "values", self if complete else PolicyOptions(**options | missing))
@@ -485,6 +481,16 @@ class PolicyOptions:
         return {"objective_options": {**(known or {}), **of_objective} or None, **others}
 
     @property
+    def objective(self) -> Objective:
+        """The row of :data:`OBJECTIVES`."""
+        return OBJECTIVES[self.row.objective]
+
+    @property
+    def mask(self) -> Mask:
+        """The row of :data:`MASKS`."""
+        return MASKS[self.row.mask]
+
+    @property
     def divergence(self) -> Divergence | None:
         """The row of :data:`SAMPLER_TERMS`."""
         return SAMPLER_TERMS.get(self.sampler_term)
@@ -495,12 +501,12 @@ class PolicyOptions:
         return self.sampler_term == "score_centering"
 
     def mask_weights(self, logps: Tensor, old: Tensor, sampler: Tensor, advantages: Tensor) -> Tensor | None:
-        """The weights of the :attr:`masking`, if it has some."""
-        if self.masking.weights is None:
+        """The weights of the :attr:`mask`, if it has some."""
+        if self.mask.weights is None:
             return None
-        compared = old if self.masking.of_sampler else logps
+        compared = old if self.mask.of_sampler else logps
         with torch.no_grad():
-            return self.masking.weights(compared, sampler, advantages, self.mask_low, self.mask_high)
+            return self.mask.weights(compared, sampler, advantages, self.mask_low, self.mask_high)
 
     @property
     def separable(self) -> bool:

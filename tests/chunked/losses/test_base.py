@@ -120,6 +120,12 @@ def test_a_copy_has_options_of_its_own(name, copied):
     torch.testing.assert_close(tensors_of(found), tensors_of(expected), rtol=0, atol=0, equal_nan=True)
 
 
+def test_losses_of_tables_are_pickled():
+    """Rows hold functions that no pickle can: options have their names."""
+    for loss in [GRPO(loss_type=name) for name in ("cispo", "dppo_tv", "icepop")] + [DPO(loss_type="apo_down")]:
+        assert pickle.loads(pickle.dumps(loss)).settings == loss.settings
+
+
 def test_signatures_list_every_option():
     parameters = inspect.signature(DPO).parameters
     assert list(parameters)[:3] == ["ignore_index", "beta", "alpha"]

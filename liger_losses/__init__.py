@@ -45,6 +45,7 @@ if TYPE_CHECKING:  # the names of _MODULES, for type checkers and editors; a tes
     )
     from liger_losses.chunked.losses.distillation import LigerFusedLinearJSDLoss as LigerFusedLinearJSDLoss
     from liger_losses.chunked.losses.distillation import LigerFusedLinearKLLoss as LigerFusedLinearKLLoss
+    from liger_losses.chunked.losses.distillation import LigerFusedLinearMiniLLMLoss as LigerFusedLinearMiniLLMLoss
     from liger_losses.chunked.losses.distillation import LigerFusedLinearReverseKLLoss as LigerFusedLinearReverseKLLoss
     from liger_losses.chunked.losses.distillation import LigerFusedLinearTVDLoss as LigerFusedLinearTVDLoss
     from liger_losses.chunked.losses.dpo import LigerFusedLinearCPOLoss as LigerFusedLinearCPOLoss
@@ -52,7 +53,6 @@ if TYPE_CHECKING:  # the names of _MODULES, for type checkers and editors; a tes
     from liger_losses.chunked.losses.dpo import LigerFusedLinearORPOLoss as LigerFusedLinearORPOLoss
     from liger_losses.chunked.losses.dpo import LigerFusedLinearSimPOLoss as LigerFusedLinearSimPOLoss
     from liger_losses.chunked.losses.dpo import ORPOMetrics as ORPOMetrics
-    from liger_losses.chunked.losses.minillm import LigerFusedLinearMiniLLMLoss as LigerFusedLinearMiniLLMLoss
     from liger_losses.chunked.losses.pairs import Pairs as Pairs
     from liger_losses.chunked.losses.pairs import PreferenceLoss as PreferenceLoss
     from liger_losses.chunked.losses.pairs import PreferenceMetrics as PreferenceMetrics
@@ -100,12 +100,12 @@ _MODULES = {
     "chunked.losses.cross_entropy": "CrossEntropyOutput LigerFusedLinearCrossEntropyLoss ManyHeadsMetrics",
     "chunked.losses.distillation": (
         "DistillationLoss DistillationMetrics LigerFusedLinearAlphaBetaLoss LigerFusedLinearCosineSimilarityLoss "
-        "LigerFusedLinearJSDLoss LigerFusedLinearKLLoss LigerFusedLinearReverseKLLoss LigerFusedLinearTVDLoss"
+        "LigerFusedLinearJSDLoss LigerFusedLinearKLLoss LigerFusedLinearMiniLLMLoss LigerFusedLinearReverseKLLoss "
+        "LigerFusedLinearTVDLoss"
     ),
     "chunked.losses.dpo": (
         "LigerFusedLinearCPOLoss LigerFusedLinearDPOLoss LigerFusedLinearORPOLoss LigerFusedLinearSimPOLoss ORPOMetrics"
     ),
-    "chunked.losses.minillm": "LigerFusedLinearMiniLLMLoss",
     "chunked.losses.pairs": "Pairs PreferenceLoss PreferenceMetrics",
     "chunked.losses.policy": "AdaptiveEntropy LigerFusedLinearGRPOLoss PolicyMetrics PolicyMetricsWithoutKL",
     "chunked.losses.registration": "register_divergence register_objective",

@@ -26,11 +26,11 @@ from liger_losses.chunked.losses.dpo import cpo_loss as cpo_loss
 from liger_losses.chunked.losses.dpo import dpo_loss as dpo_loss
 from liger_losses.chunked.losses.dpo import orpo_loss as orpo_loss
 from liger_losses.chunked.losses.dpo import simpo_loss as simpo_loss
-from liger_losses.chunked.losses.minillm import minillm_returns as minillm_returns
 from liger_losses.chunked.losses.policy_estimates import SamplerMetrics as SamplerMetrics
 from liger_losses.chunked.losses.policy_estimates import SamplerWeights as SamplerWeights
 from liger_losses.chunked.losses.policy_estimates import iw_opd_advantages as iw_opd_advantages
 from liger_losses.chunked.losses.policy_estimates import k3 as k3
+from liger_losses.chunked.losses.policy_estimates import minillm_returns as minillm_returns
 from liger_losses.chunked.losses.policy_estimates import sampler_weights as sampler_weights
 from liger_losses.chunked.losses.policy_objectives import grpo_loss as grpo_loss
 from liger_losses.chunked.losses.policy_objectives import high_entropy_mask as high_entropy_mask

@@ -60,7 +60,7 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
     f"{GOLDEN} -k 'CE or MiniLLM or Distillation'": [
         ("chunked.losses.cross_entropy", "cross_entropy", "= 2 * lse_square_scale", "= lse_square_scale"),
         ("chunked.losses.cross_entropy", "LigerFusedLinearCrossEntropyLoss._part", "where(mask, 0)", "where(~mask, 0)"),
-        ("chunked.losses.minillm", "_returns", "rewards[:, 1:]", "rewards[:, 0:]"),
+        ("chunked.losses.policy_estimates", "_returns", "rewards[:, 1:]", "rewards[:, 0:]"),
         ("chunked.core.buffers", "Buffer.add_product", "accumulate=holds", "accumulate=False"),
         ("chunked.core.buffers", "Buffer.add_states", "total.copy_(values)", "total"),
         ("kernels.softmax_grad", "_gradient_torch", "1.0 / vocab_size", "1.0 * vocab_size"),

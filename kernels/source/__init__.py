@@ -26,6 +26,7 @@ from liger_losses.chunked.losses.distillation import (
     LigerFusedLinearCosineSimilarityLoss,
     LigerFusedLinearJSDLoss,
     LigerFusedLinearKLLoss,
+    LigerFusedLinearMiniLLMLoss,
     LigerFusedLinearReverseKLLoss,
     LigerFusedLinearTVDLoss,
 )
@@ -35,7 +36,6 @@ from liger_losses.chunked.losses.dpo import (
     LigerFusedLinearORPOLoss,
     LigerFusedLinearSimPOLoss,
 )
-from liger_losses.chunked.losses.minillm import LigerFusedLinearMiniLLMLoss
 from liger_losses.chunked.losses.pairs import PreferenceLoss
 from liger_losses.chunked.losses.policy import LigerFusedLinearGRPOLoss
 from liger_losses.chunked.losses.unpaired import LigerFusedLinearBCOLoss, LigerFusedLinearKTOLoss

@@ -92,18 +92,6 @@ class Completions:
     ref_logps: Tensor | None = None
     temperature: Tensor | None = None
 
-    def batched(self) -> Completions:
-        """The same with a batch dimension; a single completion becomes a batch of one."""
-        # torch.compile cannot trace ``vars`` of a frozen dataclass in torch 2.11.
-        tensors = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        for name, value in tensors.items():
-            if value is not None or name in ("hidden_states", "labels"):
-                check_tensor(name, value, allow_dtensor=name in ("hidden_states", "ref_hidden_states"))
-        if self.labels.dim() != 1:
-            return self
-        of_sequence = ["ref_logps"] if self.ref_logps is not None and self.ref_logps.shape == (1,) else []
-        return replace(self, **{n: x[None] for n, x in tensors.items() if x is not None and n not in of_sequence})
-
     def target(self, head: Head, policy: Target | None = None) -> Target:
         """A target of the policy's hidden states with a head; or of the reference's, of the ``policy``'s tokens."""
         states: Any = self.hidden_states if policy is None else self.ref_hidden_states
@@ -116,7 +104,9 @@ class Completions:
 
 
 def as_completions(value: Any, which: str) -> Completions:
-    """``Completions`` with a batch dimension, from such or from a ``(hidden_states, labels)`` tuple."""
+    """``Completions`` with a batch dimension, from such or from a ``(hidden_states, labels)`` tuple.
+
+    A single completion becomes a batch of one."""
     if isinstance(value, (tuple, list)) and len(value) == 2:
         value = Completions(*value)
     if not isinstance(value, Completions):
@@ -124,7 +114,13 @@ def as_completions(value: Any, which: str) -> Completions:
             f"{which} must be Completions(hidden_states, labels, ...) or a (hidden_states, labels) tuple, got "
             f"{type(value).__name__}{f' of {len(value)}' if isinstance(value, (tuple, list)) else ''}."
         )
-    value = value.batched()
+    tensors = {name: getattr(value, name) for name in Completions.__match_args__}
+    for name, tensor in tensors.items():
+        if tensor is not None or name in ("hidden_states", "labels"):
+            check_tensor(name, tensor, allow_dtensor=name in ("hidden_states", "ref_hidden_states"))
+    if value.labels.dim() == 1:
+        of_sequence = "ref_logps" if value.ref_logps is not None and value.ref_logps.shape == (1,) else None
+        value = replace(value, **{n: x[None] for n, x in tensors.items() if x is not None and n != of_sequence})
     if value.labels.dim() != 2:
         raise ValueError(
             f"labels of the {which} completions must be [B, T], got {tuple(value.labels.shape)}; completions are "
@@ -214,12 +210,15 @@ class CompletionBatch(NamedTuple):
     ref_head: Head | None
     ref_logps: Sequence[Tensor | None]
 
-    def of_groups(self, values: list[Any]) -> list[Any]:
-        """Each group's rows of the parts, or of what these have: tensors, or named tuples of them."""
-        if len(self.parts) == len(self.ref_logps):
-            return values
-        count = len(self.parts[0].labels) // 2
-        return [_rows(values[0], rows) for rows in (slice(count), slice(count, None))]
+    def of_groups(self, tensors: list[Tensor]) -> list[Any]:
+        """Each group's rows of the parts' tensors."""
+        return tensors if len(self.parts) == len(self.ref_logps) else list(tensors[0].chunk(2))
+
+    def first_group(self) -> Completions:
+        """The first group of completions, without a reference."""
+        part = self.parts[0]
+        tensors: Any = (part.hidden_states, part.labels, None, None, part.temperature)
+        return Completions(*[x if x is None else self.of_groups([x])[0] for x in tensors])
 
     def reference_logps(
         self, options: EngineOptions, policy: Sequence[Target], support: TokenSupport | None = None
@@ -237,13 +236,6 @@ class CompletionBatch(NamedTuple):
                 return [kept["logp"]]
             targets = [part.target(head, known) for part, known in zip(self.parts, policy, strict=False)]
             return [values["logp"] for values in statistics(targets, ("logp",), options)]
-
-
-def _rows(value: Any, rows: slice) -> Any:
-    """Some rows of a tensor, or of each field that is one."""
-    if value is None or isinstance(value, Tensor):
-        return value if value is None else value[rows]
-    return type(value)(*[_rows(getattr(value, name), rows) for name in value.__match_args__])
 
 
 class CompletionInputs(TypedDict, total=False):
@@ -410,11 +402,11 @@ class CompletionLoss(ChunkedLoss):
             ref_dims = [None if logps is None else logps.dim() for logps in reference]
             facts = {"sequences": [len(part.labels) for part in batch.parts], "dimensions of ref_logps": ref_dims}
             agree(o.group, {**self.common_options, **facts})
-        metrics = tuple(dict.fromkeys(("mean_logit", *self.metrics)))
-        values = [Statistics(**part) for part in statistics(targets, ("logp",), o.engine, metrics)]
-        others = None if extra is None else values.pop().logp
-        scored = map(self._scored, batch.of_groups(values), masks, self.token_weights(masks), reference)
-        return [*scored], others
+        values = statistics(targets, ("logp",), o.engine, ("mean_logit", *self.metrics))
+        others = None if extra is None else values.pop()["logp"]
+        of_groups = zip(*[batch.of_groups([part[name] for part in values]) for name in values[0]], strict=True)
+        read = [Statistics(**dict(zip(values[0], group, strict=True))) for group in of_groups]
+        return [*map(self._scored, read, masks, self.token_weights(masks), reference)], others
 
     def _scored(self, values: Statistics, mask: Tensor, weights: Tensor | None, ref_logps: Tensor | None) -> Scored:
         """The sums over each completion's tokens, over the group's ranks too."""

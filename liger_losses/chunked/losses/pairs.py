@@ -240,7 +240,7 @@ class PreferenceLoss(CompletionLoss, Generic[M]):
             extra = replace(extra, labels=self.labels(extra.labels))
             nll_labels = extra.labels
         if nll_target is not None:  # tokens that only the likelihood asks for are streamed along with the others
-            part = batch.of_groups(batch.parts)[0]
+            part = batch.first_group()
             nll_labels = self._nll_labels(nll_target, part.labels)
             extra = replace(part, labels=nll_labels.masked_fill(nll_labels == part.labels, o.ignore_index))
         sides, others = self.score(batch, extra)
@@ -254,13 +254,9 @@ class PreferenceLoss(CompletionLoss, Generic[M]):
                 others = nll_logps.where(scored, 0.0) + others
             nll_logps, nll_count = others, self.total(nll_labels != o.ignore_index).clamp(min=1)
         chosen_nll = -self.total(nll_logps) / nll_count
-        pairs = Pairs(
-            *(chosen.logps, rejected.logps, chosen.ref_logps, rejected.ref_logps),
-            chosen_lengths=chosen.lengths,
-            rejected_lengths=rejected.lengths,
-            chosen_nll=chosen_nll,
-            sides=sides if o.group is None else (),
-        )
+        logps = (chosen.logps, rejected.logps, chosen.ref_logps, rejected.ref_logps)
+        lengths = {"chosen_lengths": chosen.lengths, "rejected_lengths": rejected.lengths}
+        pairs = Pairs(*logps, **lengths, chosen_nll=chosen_nll, sides=sides if o.group is None else ())
         losses = self._pair_losses(pairs, sides)
         loss = losses.mean() if len(losses) else losses.sum()
         if o.compute_nll_loss:

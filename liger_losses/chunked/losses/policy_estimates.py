@@ -37,6 +37,42 @@ def discounted_sums(values: Tensor, discount: float) -> Tensor:
     return values
 
 
+def minillm_returns(rewards: Tensor, mask: Tensor, gamma: float = 1.0, length_normalization: bool = True) -> Tensor:
+    """``R_t = sum_{u > t} gamma^(u - t - 1) r_u``, 0 for the last token (MiniLLM, arXiv:2306.08543, eq. 5).
+
+    Args:
+        rewards, mask: ``[B, T]``: ``log q - log p`` of each token, 0 where the mask (bool) is false.
+        gamma: discount.
+        length_normalization: whether to divide by the number of later tokens.
+
+    Returns:
+        ``[B, T]``, in the dtype of the rewards.
+    """
+    check_alike(rewards=rewards)
+    mask = checked_mask("mask", mask, "rewards", rewards)
+    check_range("gamma", gamma, 0.0, 1.0)
+    compute = _returns_operator if torch.compiler.is_compiling() else _returns
+    return compute(rewards, mask, gamma, length_normalization)
+
+
+def _returns(rewards: Tensor, mask: Tensor, gamma: float, length_normalization: bool) -> Tensor:
+    later = torch.cat([rewards[:, 1:], torch.zeros_like(rewards[:, :1])], 1)
+    out = discounted_sums(later, gamma)
+    if length_normalization:
+        after = mask.flip(1).cumsum(1).flip(1) - mask.long()
+        out = out / after.clamp(min=1)
+    return out
+
+
+#: In a graph of torch.compile, how often the loop runs would bind the graph to one number of tokens.
+_returns_operator = torch.library.custom_op("liger_losses::minillm_returns", _returns, mutates_args=())
+
+
+@_returns_operator.register_fake
+def _(rewards: Tensor, mask: Tensor, gamma: float, length_normalization: bool) -> Tensor:
+    return torch.empty_like(rewards)
+
+
 def k3(log_ratio: Tensor) -> Tensor:
     """``exp(d) - d - 1`` of ``d = log p_ref - log p``, any shape: an estimate of KL(p || p_ref) from samples of p.
 

@@ -142,7 +142,7 @@ class PolicyInputs:
         if divides and number is not None:
             # Each process has added the tokens of all ranks that compute one loss with it.
             ranks = copies * (1 if group is None else dist.get_world_size(group))
-            self.items = (number * (ranks / world_size())).clamp(min=1)
+            self.items = torch.clamp(number * (ranks / world_size()), min=1)
         elif divides and world_size() > 1:  # only these losses synchronize all processes
             self.items = (sum_over_processes(tokens) * (1 / world_size())).clamp(min=1)
         self.divisor = NORMALIZERS[options.row.normalizer](self)

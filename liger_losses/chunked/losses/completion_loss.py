@@ -169,9 +169,7 @@ def states_and_head(first: Any, second: Any) -> tuple[Any, Any]:
 
 
 @contextmanager
-def naming_the_reference(
-    whose: str = "the reference model (its hidden states, weight and bias)",
-) -> Iterator[None]:
+def naming_the_reference(whose: str = "the reference model (its hidden states, weight and bias)") -> Iterator[None]:
     """Errors raised inside say that they are about the reference model, or another one."""
     try:
         yield
@@ -218,7 +216,8 @@ class CompletionBatch(NamedTuple):
         """The first group of completions, without a reference."""
         part = self.parts[0]
         tensors: Any = (part.hidden_states, part.labels, None, None, part.temperature)
-        return Completions(*[x if x is None else self.of_groups([x])[0] for x in tensors])
+        first: list[Any] = [x if x is None else self.of_groups([x])[0] for x in tensors]
+        return Completions(*first)
 
     def reference_logps(
         self, options: EngineOptions, policy: Sequence[Target], support: TokenSupport | None = None
@@ -306,7 +305,7 @@ class CompletionLoss(ChunkedLoss):
     @property
     def needs_reference(self) -> str | None:
         """Why a call needs a reference, for the error message; ``None`` if it does not."""
-        return f"{type(self).__name__} compares with a reference model" if self.use_ref_model else None
+        return f"{type(self).__name__} compares with a reference model" if self.settings.use_ref_model else None
 
     def read(
         self,
@@ -326,7 +325,8 @@ class CompletionLoss(ChunkedLoss):
             if value is not None:
                 self.check_one_temperature(value)
         if isinstance(first, Tensor):
-            reference = reference if self.use_ref_model else Reference(logps=(None,) * len(names))  # as in liger-kernel
+            if not self.settings.use_ref_model:  # as in liger-kernel
+                reference = Reference(logps=(None,) * len(names))
             parts = [_stacked(first, second, reference.hidden_states, temperature)]
         else:
             apart = any(value is not None for value in (reference.hidden_states, *reference.logps, temperature))
@@ -349,7 +349,7 @@ class CompletionLoss(ChunkedLoss):
         logps, device = reference.logps, head.weight.device
         needed, of_states, ref_head = self.needs_reference, parts[0].ref_hidden_states is not None, None
         referenced = of_states or any(value is not None for value in logps)
-        if referenced and not self.use_ref_model:
+        if referenced and not self.settings.use_ref_model:
             raise ValueError(
                 f"a reference was given to {type(self).__name__}, which was built without one (use_ref_model=False): "
                 "leave it out, or build the loss with use_ref_model=True."

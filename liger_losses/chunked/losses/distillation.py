@@ -16,15 +16,7 @@ from typing_extensions import Unpack
 
 from liger_losses import checks
 from liger_losses.checks import NonNegativeFloat, PositiveFloat, UnitFloat
-from liger_losses.chunked import (
-    Head,
-    Largest,
-    Teacher,
-    TeacherLogits,
-    Teachers,
-    TeacherTopK,
-    linear_divergence_loss,
-)
+from liger_losses.chunked import Head, Largest, Teacher, TeacherLogits, Teachers, TeacherTopK, linear_divergence_loss
 from liger_losses.chunked.core.compiled import in_graphs, loss_sum, statistics
 from liger_losses.chunked.core.distilled import EARLIER_TAILS, TAILS
 from liger_losses.chunked.core.entry import operator

@@ -303,7 +303,7 @@ class LigerFusedLinearDPOLoss(PreferenceLoss):
 
     @property
     def metrics(self) -> tuple[str, ...]:  # type: ignore[override]
-        return ("log_sum_sq_probs",) if self.use_weighting else ()
+        return ("log_sum_sq_probs",) if self.settings.use_weighting else ()
 
     def token_weights(self, masks: Sequence[Tensor]) -> Sequence[Tensor | None]:
         """Token weights of LD-DPO (arXiv:2409.06411): 1 up to the shorter completion's length, then ``ld_alpha``."""
@@ -318,7 +318,7 @@ class LigerFusedLinearDPOLoss(PreferenceLoss):
         return _losses(pairs, self.settings)
 
     def sequence_weight(self, statistics: Statistics, mask: Tensor) -> Tensor | None:
-        if not self.use_weighting:
+        if not self.settings.use_weighting:
             return None
         log_weights = statistics.logp - statistics.log_sum_sq_probs
         return sequence_logps(log_weights, mask, average=True, group=self.group).exp()

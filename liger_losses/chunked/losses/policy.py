@@ -28,13 +28,7 @@ from liger_losses.chunked.losses.completion_loss import (
     naming_the_reference,
     states_and_head,
 )
-from liger_losses.chunked.losses.policy_objectives import (
-    PolicyInputs,
-    PolicyTensors,
-    coupled_losses,
-    policy_terms,
-    weighted,
-)
+from liger_losses.chunked.losses.policy_objectives import PolicyInputs, PolicyTensors
 from liger_losses.chunked.losses.policy_tables import PolicyOptions
 from liger_losses.chunked.losses.sums import sum_over_processes
 from liger_losses.kernels.divergence_forms import finite_logs
@@ -110,7 +104,8 @@ def token_loss(
 ) -> Tensor:
     """The loss of each token ``[n]``, where its term depends on that token alone."""
     logp = values["logp"]
-    losses = weighted(logp, policy_terms(logp, tensors, o, topk=values.get("selected_logps")), weights, nll_weights)
+    terms = objectives.policy_terms(logp, tensors, o, topk=values.get("selected_logps"))
+    losses = objectives.weighted(logp, terms, weights, nll_weights)
     return losses if entropy_weight is None else losses - entropy_weight * values["entropy"]
 
 
@@ -333,7 +328,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
             chosen, copies = None, policy.vocabulary_ranks
             if share < 1.0:
                 chosen = acting = objectives.high_entropy_mask(values["entropy"], acting, share, copies=copies)
-            loss = coupled_losses(values["logp"], inputs, chosen, values.get("selected_logps"))
+            loss = objectives.coupled_losses(values["logp"], inputs, chosen, values.get("selected_logps"))
             if coef is not None:
                 loss = loss - coef * (acting * values["entropy"]) / inputs.total(acting).clamp(min=1)
         loss = inputs.total(loss)

@@ -309,12 +309,7 @@ LOSS_TYPES = {
     "kl_cov": LossType("kl_cov", "token_mean", of_tokens=True),  # arXiv:2505.22617
     # on-policy distillation as a policy gradient, prime-rl's ref_kl
     "ref_kl": LossType(
-        "importance",
-        "items",
-        True,
-        mask="fall",
-        defaults={"delta": 1e4, "log_ratio_penalty": 1e-3},
-        of_reference=True,
+        "importance", "items", True, mask="fall", defaults={"delta": 1e4, "log_ratio_penalty": 1e-3}, of_reference=True
     ),
     "a2po": LossType("regression", "sequence_mean", True, level="sequence_sum", of_old=True),  # arXiv:2505.20686
 }

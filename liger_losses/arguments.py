@@ -128,15 +128,17 @@ def typed_as(parameters: Callable[P, Any]) -> Callable[[Callable[..., R]], Calla
 
 def options_of(cls: type[C], function: Callable[..., Any], options: Mapping[str, Any]) -> C:
     """An instance of a dataclass, the ``**options`` of a function; a TypeError that lists its arguments for others."""
-    unknown = [name for name in options if name not in cls.__dataclass_fields__]
-    if unknown:
-        raise _unknown(function.__name__, "argument", unknown, [*inspect.signature(function).parameters])
+    listed = inspect.signature(function).parameters
+    check_known(function.__name__, "argument", options, cls.__dataclass_fields__, listed)
     return cls(**options)
 
 
-def _unknown(name: str, kind: str, unknown: Sequence[str], known: Sequence[str]) -> TypeError:
-    """The error for arguments or options that there are not."""
-    return TypeError(f"{name} has no {kind} {unknown_names(unknown, known)}; its {kind}s are {', '.join(known)}.")
+def check_known(name: str, kind: str, given: Iterable[str], known: Container[str], listed: Iterable[str]) -> None:
+    """Raise TypeError, with a list of those that there are, for arguments or options that are not known."""
+    unknown = [each for each in given if each not in known]
+    if unknown:
+        names = [each for each in listed if each != "compiled"]  # which has no effect
+        raise TypeError(f"{name} has no {kind} {unknown_names(unknown, names)}; its {kind}s are {', '.join(names)}.")
 
 
 def options_signature(cls: Any, positions: Sequence[str]) -> inspect.Signature:
@@ -167,7 +169,7 @@ def named_options(cls: Any, arguments: Sequence[Any], options: Mapping[str, Any]
     belongs to the call."""
     options, positions, signature = cls.options_type.folded(options), cls.positions, cls.options_signature
     if not options.keys() <= signature.parameters.keys():
-        check_known(cls, options, signature.parameters)
+        check_known(cls.__name__, "option", options, signature.parameters, cls.option_names)
     try:
         named = signature.bind(*arguments, **options).arguments
     except TypeError as error:
@@ -181,14 +183,6 @@ def named_options(cls: Any, arguments: Sequence[Any], options: Mapping[str, Any]
             f"keyword, such as {option}={first!r}."
         )
     return named
-
-
-def check_known(cls: Any, options: Iterable[str], known: Container[str] | None = None) -> None:
-    """Raise TypeError for options that a loss does not have; ``known`` are those that it has."""
-    unknown = [name for name in options if name not in (cls.option_names if known is None else known)]
-    if unknown:
-        names = [name for name in cls.option_names if name != "compiled"]  # which has no effect
-        raise _unknown(cls.__name__, "option", unknown, names)
 
 
 def check_no_inputs(cls: Any, options: Mapping[str, Any]) -> None:

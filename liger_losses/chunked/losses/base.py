@@ -247,7 +247,7 @@ class ChunkedLoss(nn.Module):
         """
         options, known = self.options_type.folded(options, self.settings), self.options_signature.parameters
         changed = {name: options[name] for name in options if name in known}
-        check_known(type(self), options)
+        check_known(type(self).__name__, "option", options, self.option_names, self.option_names)
         check_no_inputs(type(self), changed)
         loss = copy.copy(self)
         loss.__setstate__({name: copy.copy(x) if isinstance(x, dict) else x for name, x in vars(self).items()})
@@ -354,16 +354,13 @@ class ChunkedLoss(nn.Module):
         values = values.sum() if values.dim() else values
         return sum_over_group(self.settings.group, values)[0] if self.spans_ranks else values
 
-    def agree(self, numbers: Sequence[Any], device: torch.device) -> None:
-        """Raise TypeError or ValueError unless all ranks of :attr:`group` get here, with the same options.
+    def agree(self, items: Sequence[Any] = (), **facts: Any) -> None:
+        """Raise ValueError unless all ranks of :attr:`group` get here, with the same options and facts.
 
         Of each ``num_items_in_batch``, all must have one, or none.
         """
-        for number in numbers:
-            if number is not None:
-                checked_items(number, device)
-        items = ["not given" if number is None else "given" for number in numbers]
-        agree(self.group, {**self.common_options, "num_items_in_batch": items})
+        given = ["not given" if number is None else "given" for number in items]
+        agree(self.group, {**self.common_options, "num_items_in_batch": given, **facts})
 
     # With both *_ and **inputs, type checkers let subclasses name the inputs that they read.
     def loss(self, statistics: Statistics, mask: Tensor, *_: Any, **inputs: Any) -> Any:

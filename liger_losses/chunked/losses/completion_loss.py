@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from liger_losses.checks import FLOATS, check_alike, check_shape_of, check_shaped, check_tensor, checked_mask
 from liger_losses.chunked import EngineOptions, Head, Statistics, TokenSupport
-from liger_losses.chunked.core.agreement import agree
 from liger_losses.chunked.core.compiled import statistics
 from liger_losses.chunked.core.inputs import kept_statistics, target_of
 from liger_losses.chunked.core.stream import counted_once
@@ -400,8 +399,8 @@ class CompletionLoss(ChunkedLoss):
             ]
         if o.group is not None:
             ref_dims = [None if logps is None else logps.dim() for logps in reference]
-            facts = {"sequences": [len(part.labels) for part in batch.parts], "dimensions of ref_logps": ref_dims}
-            agree(o.group, {**self.common_options, **facts})
+            sequences = [len(part.labels) for part in batch.parts]
+            self.agree(**{"sequences": sequences, "dimensions of ref_logps": ref_dims})
         values = statistics(targets, ("logp",), o.engine, ("mean_logit", *self.metrics))
         others = None if extra is None else values.pop()["logp"]
         of_groups = zip(*[batch.of_groups([part[name] for part in values]) for name in values[0]], strict=True)

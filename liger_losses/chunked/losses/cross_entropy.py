@@ -211,7 +211,7 @@ def linear_cross_entropy(
 ) -> Tensor:
     """``F.cross_entropy`` of the logits of hidden states ``[T, H]``; 0 where no token carries loss."""
     mask, names = labels != ignore_index, ("logp", "mean_logp") if label_smoothing else ("logp",)
-    inputs = dict[str, Any]()
+    inputs: dict[str, Any] = {}
     if class_weight is not None:
         inputs["label_weights"] = class_weight[labels.where(mask, 0)].where(mask, 0.0)
     total = inputs.get("label_weights", mask).sum() if reduction == "mean" else mask.new_ones((), dtype=torch.int64)
@@ -405,7 +405,7 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss, Generic[R]):
         count = len(whole)
         numbers, weights = [checks.one_each(value, count) if many else [value] for value in inputs.values()]
         if self.spans_ranks:
-            self.agree(numbers, whole[0].labels.device)
+            self.agree(numbers)
         scales = [float(scale) for scale in o.head_weights or [1.0] * count]
         heads = zip(whole, numbers, weights, checks.one_each(o.shift, count), scales, strict=True)
         parts, (names, metrics) = [self._part(*head) for head in heads], o.reads
@@ -435,7 +435,8 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss, Generic[R]):
             )
         mask, size = labels != o.ignore_index, target.vocab_size
         items = None if items is None else checks.checked_items(items, mask.device)
-        inputs, dtype, counted = dict[str, Any](), wide(target.hidden.dtype), [mask]
+        inputs: dict[str, Any] = {}
+        dtype, counted = wide(target.hidden.dtype), [mask]
         if token_weights is not None:
             inputs["token_weights"] = constant_weights(token_weights, labels, int(positions))
         if classes is not None:

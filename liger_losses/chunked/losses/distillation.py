@@ -254,7 +254,7 @@ class DistillationLoss(ChunkedLoss):
         if o.group is not None:
             if isinstance(taught, Teachers):
                 raise ValueError("Teachers does not work with slices of sequences (group=); leave group= out.")
-            self.agree([num_items_in_batch], labels.device)
+            self.agree([num_items_in_batch])
         dtype = wide(hidden.dtype)
         if isinstance(t, Tensor):
             t = t.to(torch.promote_types(dtype, t.dtype))

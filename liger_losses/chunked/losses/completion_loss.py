@@ -399,8 +399,7 @@ class CompletionLoss(ChunkedLoss):
             ]
         if o.group is not None:
             ref_dims = [None if logps is None else logps.dim() for logps in reference]
-            sequences = [len(part.labels) for part in batch.parts]
-            self.agree(**{"sequences": sequences, "dimensions of ref_logps": ref_dims})
+            self.agree(sequences=[len(part.labels) for part in batch.parts], dimensions_of_ref_logps=ref_dims)
         values = statistics(targets, ("logp",), o.engine, ("mean_logit", *self.metrics))
         others = None if extra is None else values.pop()["logp"]
         of_groups = zip(*[batch.of_groups([part[name] for part in values]) for name in values[0]], strict=True)

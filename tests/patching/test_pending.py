@@ -47,6 +47,10 @@ def taught(logits):
     return logits[:, torch.arange(T - 1, -1, -1)].detach() * 0.7
 
 
+def taught_kl(logits, **options):
+    return F.kl_div(logits.log_softmax(-1), taught(logits).softmax(-1), **options)
+
+
 #: Some of them twice in a row.
 SEVERAL = torch.tensor([[0, 3, 3, 12], [5, 4, 1, 5], [2, 7, 8, 9]])[torch.arange(B * T) % 3].view(B, T, 4)
 
@@ -84,9 +88,7 @@ PENDING = {
     "moved": lambda z, y: F.cross_entropy(z.transpose(0, 1).reshape(-1, V), y.t().reshape(-1)),
     "split": lambda z, y: sum(chosen(a, b) for a, b in zip(z.split(2), y.split(2), strict=True)),
     "indexed": lambda z, y: chosen(z[:, torch.tensor([3, 1])], y[:, [3, 1]]) + chosen(z[1], y[1]),
-    "divergence": lambda z, y: (
-        F.kl_div(z.log_softmax(-1), taught(z).softmax(-1), reduction="none").sum(-1).square().sum()
-    ),
+    "divergence": lambda z, y: taught_kl(z, reduction="none").sum(-1).square().sum(),
     "mean divergence": lambda z, y: nn.KLDivLoss(reduction="batchmean", log_target=True)(
         F.log_softmax(z.view(-1, V), -1), F.log_softmax(taught(z).view(-1, V), -1)
     ),
@@ -115,21 +117,19 @@ EAGER = {
     "max": lambda z, y: z.max(-1).values.sum(),
     "several columns": lambda z, y: z.log_softmax(-1).gather(-1, y.clamp(min=0)[..., None].expand(-1, -1, 2)).sum(),
     "deprecated arguments": lambda z, y: (
-        F.cross_entropy(z.view(-1, V), y.view(-1), size_average=False)
-        + F.kl_div(z.log_softmax(-1), taught(z).softmax(-1), reduce=False).square().sum()
+        F.cross_entropy(z.view(-1, V), y.view(-1), size_average=False) + taught_kl(z, reduce=False).square().sum()
     ),
     "soft labels": lambda z, y: F.cross_entropy(z.view(-1, V), z.detach().view(-1, V).softmax(-1)),
     "classes in the middle": lambda z, y: F.cross_entropy(z.transpose(1, 2), y),
     "softmax of other dimensions": lambda z, y: z.log_softmax(1).sum() + z.logsumexp((0, 2)).sum(),
     "terms of a divergence": lambda z, y: (
-        F.kl_div(z.log_softmax(-1), taught(z).softmax(-1), reduction="none").logsumexp(-1).sum()
-        + F.kl_div(z.log_softmax(-1), taught(z).softmax(-1), reduction="none")[:, 1:].sum()
+        taught_kl(z, reduction="none").logsumexp(-1).sum() + taught_kl(z, reduction="none")[:, 1:].sum()
     ),
     "other divergences": lambda z, y: (
         F.kl_div(z.log_softmax(-1), (z * 0.5).log_softmax(-1), reduction="sum", log_target=True)
         + F.kl_div(-z.log_softmax(-1), taught(z).softmax(-1), reduction="sum")
         + F.kl_div(z.log_softmax(-1), taught(z), reduction="sum", log_target=True)
-        + F.kl_div(z.log_softmax(-1), taught(z).softmax(-1), reduction="sum", log_target=True)
+        + taught_kl(z, reduction="sum", log_target=True)
     ),
     "probabilities": lambda z, y: (
         (taught(z).softmax(-1).gather(-1, SEVERAL) * z.gather(-1, SEVERAL)).sum()

@@ -503,27 +503,25 @@ def trainers_of_trl(rank, folder):
         state.device, state.distributed_type = torch.device("cpu"), accelerate.DistributedType.MULTI_GPU
 
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="4", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+
+    def build_anew(build, *arguments, **options):
+        PartialState._reset_state()
+        AcceleratorState._reset_state()
+        chosen.share_prompts = True
+        return build(*arguments, **options)
+
     # Rewards leave half of the prompts without advantage, on other processes in each step.
     builds = {"SFT": trainers.sft, "GRPO": functools.partial(trainers.grpo, beta=0.0, rewards=trainers.reward_half)}
     for (name, variables), trainer in itertools.product(CONFIGURATIONS.items(), builds):
-        results = []
-        for on in (False, True):
-            with pytest.MonkeyPatch.context() as patched, case_named(f"{name}, {trainer}, {on}"):
-                for variable, value in variables.items():
-                    patched.setenv(variable, value)
-                if variables:
-                    patched.setattr(PartialState, "set_device", on_cpu)
-                PartialState._reset_state()
-                AcceleratorState._reset_state()
-                chosen.share_prompts, output = True, folder / name / trainer / str(on)
-                logs, weights = trainers.train(builds[trainer], output, on, optim="sgd")
-                assert isinstance(next(iter(weights.values())), DTensor) == bool(variables)
-                results.append((logs, {key: whole(value) for key, value in weights.items()}))
-        (_, expected), (logs, found) = results
-        assert len(logs) == trainers.STEPS
-        assert all(row["grad_norm"] > 0 for row in logs)
-        for key, value in expected.items():
-            assert relative_error(found[key], value) < 2e-6, f"{name}, {trainer}: {key}"
+        with pytest.MonkeyPatch.context() as patched, case_named(f"{name}, {trainer}"):
+            for variable, value in variables.items():
+                patched.setenv(variable, value)
+            if variables:
+                patched.setattr(PartialState, "set_device", on_cpu)
+            build = functools.partial(build_anew, builds[trainer])
+            for found, expected in trainers.check_training(build, folder / name / trainer, optim="sgd"):
+                assert isinstance(found, DTensor) == bool(variables)
+                assert relative_error(whole(found), whole(expected)) < 2e-6
 
 
 @pytest.mark.distributed

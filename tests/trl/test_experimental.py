@@ -5,9 +5,10 @@ import warnings
 import pytest
 import torch
 
-from liger_losses import Head
+from liger_losses import Divergence, Head, functional
 from liger_losses.patching.pending import PendingLogits, pending_product
 from liger_losses.places import around
+from liger_losses.trl import enable, enabled, experimental
 from liger_losses.trl.divergences import chunked_divergence_loss
 from tests.models import tiny_model
 from tests.trl.trainers import sft, train
@@ -18,10 +19,8 @@ def pending(hidden_states, weight):
 
 
 def test_a_head_that_cannot_be_prepared_is_used_as_it_is():
-    from liger_losses.trl.experimental import with_pending_logits
-
     class Trainer:
-        @around(with_pending_logits)
+        @around(experimental.with_pending_logits)
         def compute(self):
             return [type(model(input_ids=torch.ones(1, 2, dtype=torch.long)).logits) for model in vars(self).values()]
 
@@ -34,8 +33,6 @@ def test_a_head_that_cannot_be_prepared_is_used_as_it_is():
 
 def test_ordinary_logits_take_trls_function():
     from trl.trainer import utils
-
-    from liger_losses.trl import experimental
 
     ours, theirs = (module.selective_log_softmax_and_entropy for module in (experimental, utils))
     hidden, weight, ids = torch.randn(2, 5, 6), torch.randn(23, 6), torch.randint(23, (2, 5))
@@ -55,10 +52,6 @@ def test_trainable_tokens_of_a_tied_head_train(tmp_path):
 
 def test_another_divergence_than_the_jsd():
     """``enable(divergence=)`` is what all functions take, until ``disable``."""
-    from liger_losses import Divergence, functional
-    from liger_losses.trl import enable, enabled
-    from liger_losses.trl.experimental import full_logit_self_distillation
-
     hidden, wide, student, teacher = torch.randn(2, 5, 6), torch.randn(2, 5, 8), torch.randn(23, 6), torch.randn(23, 8)
     log_p, log_q = (hidden @ student.T).log_softmax(-1), (wide @ teacher.T).log_softmax(-1)
     which = Divergence.kl_by_entropy(1.0, 0.5)
@@ -67,7 +60,8 @@ def test_another_divergence_than_the_jsd():
             loss, *_ = chunked_divergence_loss(hidden, wide, student, teacher, torch.ones(2, 5), 0.5)
             torch.testing.assert_close(loss, expected.mean())
             given = pending(hidden, student), wide @ teacher.T
-            torch.testing.assert_close(full_logit_self_distillation(*given, distillation_alpha=0.5), expected)
+            found = experimental.full_logit_self_distillation(*given, distillation_alpha=0.5)
+            torch.testing.assert_close(found, expected)
     with pytest.raises(TypeError, match="must be a Divergence"):
         enable(divergence="reverse_kl")
 
@@ -77,8 +71,6 @@ def test_models_of_other_vocabularies_are_refused_as_by_trl():
     its function takes the first rows of a teacher that has more."""
     import trl.trainer.distillation_trainer as module
     from trl.experimental.gkd.gkd_trainer import GKDTrainer
-
-    from liger_losses.trl import experimental
 
     student, other = torch.randn(23, 6), torch.randn(24, 8)
     hidden, wide, mask = torch.randn(2, 5, 6), torch.randn(2, 5, 8), torch.ones(2, 5)

@@ -310,7 +310,8 @@ _TIMES = ("time", "per_second", "runtime", "epoch", "perf/")
 
 
 def check_training(build, tmp_path, kernels=False, watch=lambda trainer: None, **options):
-    """Train plain and enabled from one seed: the same numbers are logged, the weights are the same, no logits."""
+    """Train plain and enabled from one seed: the same numbers are logged, the weights, which it returns, are the same,
+    no logits."""
     plain, expected = train(build, tmp_path / "plain", False, **options)
     ours, found = train(build, tmp_path / "ours", True, kernels, watch, **options)
     bf16 = options.get("bf16", False)
@@ -324,3 +325,4 @@ def check_training(build, tmp_path, kernels=False, watch=lambda trainer: None, *
                 assert b[key] == pytest.approx(value, **tolerance), key
     for key, value in expected.items():
         torch.testing.assert_close(whole(found[key]), whole(value), rtol=1e-2, atol=0.03 if bf16 else 2e-3, msg=key)
+    return [(found[key], value) for key, value in expected.items()]

@@ -135,13 +135,11 @@ def own_loss(outputs, labels, num_items_in_batch=None):
 def test_a_trainer_computes_its_loss_without_logits(smoothing, function, wrapped, tmp_path, one_process, monkeypatch):
     """Also in DistributedDataParallel that looks for unused parameters, as the Trainer's does."""
     rows = [{key: value[i % B] for key, value in batch().items()} for i in range(8)]
-    found = []
+    found, options = [], {"use_cpu": True, "report_to": [], "save_strategy": "no", "disable_tqdm": True}
+    options |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 2, "logging_steps": 1}
+    options |= {"learning_rate": 1e-2, "label_smoothing_factor": smoothing}
     for model in plain_and_patched():
-        arguments = transformers.TrainingArguments(
-            str(tmp_path), per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=2, use_cpu=True,
-            learning_rate=1e-2, logging_steps=1, report_to=[], save_strategy="no", disable_tqdm=True,
-            label_smoothing_factor=smoothing,
-        )  # fmt: skip
+        arguments = transformers.TrainingArguments(str(tmp_path), **options)
         trainer = transformers.Trainer(model, arguments, train_dataset=rows, compute_loss_func=function)
         if wrapped:
             unused = DistributedDataParallel(model, find_unused_parameters=True)

@@ -62,10 +62,8 @@ def saved_model(tmp_path):
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
-    rows = [
-        {side: [{"role": "user", "content": text(3 + i % 3)}] for side in ("prompt", "chosen", "rejected")}
-        for i in range(24)
-    ]
+    sides = ("prompt", "chosen", "rejected")
+    rows = [{side: [{"role": "user", "content": text(3 + i % 3)}] for side in sides} for i in range(24)]
     (tmp_path / "pairs.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     return tmp_path
 

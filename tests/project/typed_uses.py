@@ -11,6 +11,8 @@ from typing_extensions import assert_type
 import liger_losses as ll
 
 Preference: TypeAlias = tuple[Tensor, ll.PreferenceMetrics]
+Distillation: TypeAlias = tuple[Tensor, ll.DistillationMetrics]
+Policy: TypeAlias = tuple[Tensor, ll.PolicyMetrics | ll.PolicyMetricsWithoutKL]
 
 
 def losses(head: Tensor, hidden: Tensor, labels: Tensor, chosen: ll.Completions, teacher: ll.Teacher) -> None:
@@ -26,16 +28,10 @@ def losses(head: Tensor, hidden: Tensor, labels: Tensor, chosen: ll.Completions,
     assert_type(ll.LigerFusedLinearDPOLoss()(head, hidden, labels, ref_input=hidden), Preference)
     assert_type(ll.LigerFusedLinearORPOLoss()(head, chosen, chosen), tuple[Tensor, ll.ORPOMetrics])
     assert_type(ll.LigerFusedLinearKTOLoss()(head, completions=chosen, kl=0.0), tuple[Tensor, ll.UnpairedMetrics])
-    assert_type(
-        ll.LigerFusedLinearJSDLoss(beta=0.5)(head, hidden, labels, teacher), tuple[Tensor, ll.DistillationMetrics]
-    )
-    assert_type(
-        ll.LigerFusedLinearMiniLLMLoss()(head, hidden, labels, teacher=teacher), tuple[Tensor, ll.DistillationMetrics]
-    )
+    assert_type(ll.LigerFusedLinearJSDLoss(beta=0.5)(head, hidden, labels, teacher), Distillation)
+    assert_type(ll.LigerFusedLinearMiniLLMLoss()(head, hidden, labels, teacher=teacher), Distillation)
     policy = ll.LigerFusedLinearGRPOLoss(loss_type="dapo", beta=0.0)
-    assert_type(
-        policy(hidden, head, labels, labels, hidden), tuple[Tensor, ll.PolicyMetrics | ll.PolicyMetricsWithoutKL]
-    )
+    assert_type(policy(hidden, head, labels, labels, hidden), Policy)
     policy(head, hidden, labels, labels, hidden, None, "ref_per_token_logps")  # type: ignore[arg-type]
     ll.LigerFusedLinearJSDLoss(beta=0.5)(hidden, head, hidden, head, labels, hidden, hidden)  # biases by position
 

@@ -423,12 +423,10 @@ def without_coefficient(rank):
     for name, (values, left_out, short) in cases:
         coefficients = torch.tensor(values)
         plain, ours, spread = pair(name, "loss")
-        own_ids, own_labels, own_weights, own = (
-            part.split(ROWS)[rank] for part in (ids, labels, weights, coefficients)
-        )
-        ran = []
+        batches = (part.split(ROWS)[rank] for part in (ids, labels, weights, coefficients))
+        (*given, own_weights, own), ran = batches, []
 
-        def log_probs(rows, length=LENGTH, spread=spread, ran=ran, given=(own_ids, own_labels)):
+        def log_probs(rows, length=LENGTH, spread=spread, ran=ran, given=given):
             ran.append((torch.is_grad_enabled(), len(rows)))
             chosen, targets = (part[rows, :length] for part in given)
             return spread(input_ids=chosen, labels=targets, fused_lm_head=True).log_probs

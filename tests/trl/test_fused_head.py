@@ -102,9 +102,7 @@ def test_the_function_that_trls_trainers_share(outputs, dtype, autocast):
     targets, results = torch.randint(41, (9,), generator=g), []
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         for on in (False, True):
-            leaves = [
-                t.to(d).requires_grad_() for t, d in zip(made, (dtype, torch.float32, torch.float32), strict=True)
-            ]
+            leaves = [t.requires_grad_() for t in (made[0].to(dtype), *made[1:])]
             with enabled() if on else contextlib.nullcontext():
                 function = trl.trainer.utils._ChunkedLogProbFunction
                 assert (function is theirs) is not on

@@ -8,6 +8,7 @@ activations nor a backward. B sequences of a batch, b some of them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -18,6 +19,7 @@ from liger_losses.arguments import lists_arguments
 from liger_losses.checks import described
 from liger_losses.kernels.autograd import once_differentiable
 from liger_losses.kernels.reading import start_reading
+from liger_losses.nested import map_nested
 
 T = TypeVar("T")
 
@@ -82,17 +84,12 @@ def split_by_coefficient(
     found = forward(counted) if stand_in is None or len(counted) else stand_in()
     with torch.no_grad():
         left_out = forward(others)
-    return _merged(found, left_out, counted, others)
+    return map_nested(partial(_merged, counted, others), found, left_out)
 
 
-def _merged(counted: Any, left_out: Any, rows: Tensor, others: Tensor) -> Any:
+def _merged(rows: Tensor, others: Tensor, counted: Any, left_out: Any) -> Any:
     if counted is None:
         return None
-    if isinstance(counted, dict):
-        return {key: _merged(value, left_out[key], rows, others) for key, value in counted.items()}
-    if isinstance(counted, (tuple, list)):
-        parts = [_merged(*pair, rows, others) for pair in zip(counted, left_out, strict=True)]
-        return type(counted)(*parts) if hasattr(counted, "_fields") else type(counted)(parts)
     for outputs, of in ((counted, rows), (left_out, others)):
         if not isinstance(outputs, Tensor) or outputs.dim() == 0 or (len(of) and len(outputs) != len(of)):
             given = list(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__

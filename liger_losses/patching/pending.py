@@ -20,6 +20,7 @@ from liger_losses.checks import see
 from liger_losses.chunked import Head, Teacher, linear_divergence, linear_statistics
 from liger_losses.kernels.autograd import autocast_dtype
 from liger_losses.kernels.divergence_forms import Divergence
+from liger_losses.nested import map_nested
 from liger_losses.patching.operations import NeedsValues, compute
 
 #: What shape and dtype say.
@@ -166,6 +167,9 @@ class PendingLogits:  # no dataclass: fully_shard would look for tensors in it, 
 
 
 _IN_PLACE = [f"__{name}__" for name in "setitem iadd isub imul itruediv ifloordiv imod ipow".split()]  # noqa: SIM905
+# Python looks for operators in the class alone, and does not call __getattr__.
+_OPERATORS = """add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow matmul rmatmul neg pos
+    abs eq ne lt le gt ge and or xor invert bool float int len iter contains getitem""".split()  # noqa: SIM905
 
 
 def _call(name: str, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
@@ -181,31 +185,16 @@ def _call(name: str, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
                     "them: compute new logits instead, as in logits = logits / temperature, or make them ordinary "
                     "ones first with logits.values()."
                 ) from None
-    return func(*_with_values(args, name), **_with_values(kwargs, name))
+    args, kwargs = map_nested(lambda x: x.values(name) if isinstance(x, PendingLogits) else x, (args, kwargs))
+    return func(*args, **kwargs)
 
 
 def _operator(name: str) -> Any:
     return lambda self, *others: _call(name, getattr(Tensor, name), (self, *others), {})
 
 
-# Python looks for operators in the class alone, and does not call __getattr__.
-for _name in """add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow matmul rmatmul neg pos
-    abs eq ne lt le gt ge and or xor invert bool float int len iter contains getitem""".split():  # noqa: SIM905
-    setattr(PendingLogits, f"__{_name}__", _operator(f"__{_name}__"))
-for _name in _IN_PLACE:
+for _name in [*_IN_PLACE, *(f"__{name}__" for name in _OPERATORS)]:
     setattr(PendingLogits, _name, _operator(_name))
-
-
-def _with_values(argument: Any, operation: str) -> Any:
-    """An argument with the values of pending logits in their place, also inside of lists, tuples and dicts."""
-    if isinstance(argument, PendingLogits):
-        return argument.values(operation)
-    if isinstance(argument, (list, tuple)):
-        parts = [_with_values(part, operation) for part in argument]
-        return type(argument)(*parts) if hasattr(argument, "_fields") else type(argument)(parts)
-    if isinstance(argument, dict):
-        return {key: _with_values(part, operation) for key, part in argument.items()}
-    return argument
 
 
 def _warn_computed(operation: str) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+import threading
 from collections import Counter
 
 import pytest
@@ -135,6 +136,18 @@ def check(compiled, patched, plain, batches, context=contextlib.nullcontext, tol
         torch.testing.assert_close(gradients, others, **{**tolerance, "rtol": 10 * tolerance["rtol"]})
         outputs.append((found, expected))
     return outputs
+
+
+def test_a_thread_that_has_had_no_pending_logits():
+    """It compiles a model as the first thing that it does."""
+    model, results = Model(WAYS["scales"], True), []
+    patched, texts = copy.deepcopy(model), [torch.randint(V, (3, length)) for length in (12, 11)]
+    patch(patched)
+    compiled = torch.compile(patched, backend="eager", fullgraph=True)
+    thread = threading.Thread(target=lambda: results.extend(compiled(ids, labels=ids) for ids in texts))
+    thread.start()
+    thread.join()
+    torch.testing.assert_close(results, [model(ids, ids) for ids in texts])
 
 
 LOSS = nn.CrossEntropyLoss()

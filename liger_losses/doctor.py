@@ -179,11 +179,10 @@ def head_plan(model: Any, tokens: int, memory: int, *, couples: bool = False) ->
         couples: whether the loss knows gradients only once all tokens' log-probabilities are known, as DPO's does.
     """
     columns, hidden_size = model.get_output_embeddings().weight.shape
-    asked: dict[str, Any] = {"kept": False, "statistics": frozenset({"logp"}), "metrics": frozenset()}
-    where: dict[str, Any] = {"operand": torch.bfloat16, "device": torch.device("cuda"), "backend": "triton"}
-    head: dict[str, Any] = {"trains_weight": True, "trains_hidden": True, "copied_bytes": 0, "weights": (Dense,)}
-    options: dict[str, Any] = {**asked, **where, **head, "gradients_in_backward": couples, "memory": memory}
-    call = Signature(tokens, tokens, hidden_size, columns, **options)
+    options: dict[str, Any] = {"kept": False, "statistics": frozenset({"logp"}), "metrics": frozenset()}
+    options |= {"operand": torch.bfloat16, "device": torch.device("cuda"), "backend": "triton"}
+    options |= {"trains_weight": True, "trains_hidden": True, "copied_bytes": 0, "weights": (Dense,)}
+    call = Signature(tokens, tokens, hidden_size, columns, gradients_in_backward=couples, memory=memory, **options)
     chosen = plan(call, tuple(PLANNERS))
     size = tokens * chosen.row_bytes
     size = size if chosen.keeps else min(usual_bytes(call, chosen.row_bytes, collects=True), size)

@@ -421,11 +421,9 @@ class LossForward(Replacement):
 
 
 def _has_labels(forward: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    if kwargs.get("labels") is not None or kwargs.get("shift_labels") is not None:
-        return True
-    if len(args) < 2 or torch.compiler.is_dynamo_compiling():
-        return False
-    return inspect.signature(forward).bind_partial(*args).arguments.get("labels") is not None
+    if len(args) > 1 and not torch.compiler.is_dynamo_compiling():
+        kwargs = inspect.signature(forward).bind_partial(*args).arguments | kwargs
+    return kwargs.get("labels") is not None or kwargs.get("shift_labels") is not None
 
 
 def _with_loss(forward: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:

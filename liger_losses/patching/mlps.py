@@ -83,10 +83,9 @@ class GatedMLP(Replacement):
         # Of few tokens, the original forward launches two operations between the layers.
         if len(args) != 1 or kwargs or not is_plain(*args) or is_short(*args) or torch.jit.is_tracing():
             return NotImplemented
-        for name, forward in self.activations:
-            part = getattr(module, name)
-            if type(part).forward is not forward or is_watched(part):
-                return NotImplemented
+        parts = [(getattr(module, name), forward) for name, forward in self.activations]
+        if any(type(part).forward is not forward or is_watched(part) for part, forward in parts):
+            return NotImplemented
         return compute_tiled(self.compute, module, *args, self.tile)
 
     def compute(self, module: Any, x: Tensor, backend: str | None = None) -> Tensor:

@@ -86,7 +86,8 @@ def match(function: Callable[..., Any]) -> Rotation:
     for unsqueeze_dim, name in itertools.product(unsqueeze_dims, _CASES):
         with contextlib.suppress(probing.Refusal):  # no model calls it so then
             cases.append(_case(function, tensors, unsqueeze_dim, name))
-    if not any(case.name in _ANGLES_PER_SEQUENCE for case in cases):
+    # In these, every sequence has different angles.
+    if not any(_CASES[case.name][1:] == (2, _F32, _F32) for case in cases):
         raise Mismatch("it does not take [batch, heads, tokens, size] with cos and sin of [batch, tokens, size]")
     return probing.first_match((Rotation(tensors, *form) for form in forms), cases)
 
@@ -105,8 +106,6 @@ _CASES = {
     "bfloat16 with float32 cos of half the head size": (8, 2, _B16, _F32),
     "float32 with bfloat16 cos": (16, 2, _F32, _B16),
 }
-#: A function must accept one of these cases; in each, every sequence has different angles.
-_ANGLES_PER_SEQUENCE = [name for name, case in _CASES.items() if case[1:] == (2, _F32, _F32)]
 
 
 def _case(function: Callable[..., Any], tensors: int, unsqueeze_dim: int, name: str) -> Case:
@@ -188,9 +187,8 @@ class Rotations(Replacement):
         kernels = {name: _wrapper(functions[name], by) for name, by in own}
 
         def method(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_dynamo_compiling() or any(
-                names.get(name) is not functions[name] for name in functions
-            ):
+            there = all(names.get(name) is function for name, function in functions.items())
+            if not there or torch.compiler.is_dynamo_compiling():
                 return NotImplemented
             try:
                 names.update(kernels)

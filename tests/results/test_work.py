@@ -46,6 +46,35 @@ def run(name, d, leaves, **options):
     return torch.autograd.grad(sum(value.sum() for value in found if value.requires_grad), leaves)
 
 
+class Casts(TorchDispatchMode):
+    """How many entries of a tensor are cast."""
+
+    def __init__(self, tensor):
+        super().__init__()
+        self.memory, self.count = tensor.untyped_storage().data_ptr(), 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        made = function(*arguments, **(keywords or {}))
+        if function is torch.ops.aten._to_copy.default:
+            self.count += made.numel() * (arguments[0].untyped_storage().data_ptr() == self.memory)
+        return made
+
+
+@pytest.mark.parametrize("name", ["cross entropy", "JSD"])
+def test_a_head_is_cast_once_a_pass_under_autocast(name):
+    """However many blocks there are; and all is as of a head that was cast before, but its gradient, which is wider."""
+    pytest.importorskip("triton")
+    d, leaves = inputs()
+    with torch.autocast("cpu", torch.bfloat16), Casts(d["weight"]) as casts:
+        hidden, weight = run(name, d, leaves, backend="triton", chunk_size=8)
+    assert casts.count == V * H
+    half = {**d, **{key: d[key].detach().bfloat16().requires_grad_() for key in ("h", "weight")}}
+    half |= {key: d[key].bfloat16() for key in ("other", "ref_weight")}
+    before = run(name, half, [half["h"], half["weight"]], backend="triton", chunk_size=8)
+    assert torch.equal(hidden.bfloat16(), before[0])
+    torch.testing.assert_close(weight.bfloat16(), before[1], rtol=0.02, atol=2e-4)
+
+
 # --- Products ---------------------------------------------------------------------------------------------------------
 
 

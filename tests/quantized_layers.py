@@ -56,10 +56,6 @@ class PackedLinear(nn.Module):
 register_quantized_weight(PackedLinear, lambda layer: GPTQRows(layer, layer.zero_offset))
 
 
-def packed_linear(linear, **options):
-    return PackedLinear(linear, **options)
-
-
 def torchao_linear(linear, config="Int8WeightOnlyConfig"):
     quantization = pytest.importorskip("torchao.quantization")
     options = {}
@@ -86,8 +82,8 @@ def bnb_linear(linear, bits=4, nested=True, kind="nf4"):
 
 #: By name, from a linear layer to a quantized one.
 LAYERS = {
-    "packed 4 bit": packed_linear,
-    "packed 8 bit": lambda linear: packed_linear(linear, bits=8, zero_offset=0, shuffled=False),
+    "packed 4 bit": PackedLinear,
+    "packed 8 bit": lambda linear: PackedLinear(linear, bits=8, zero_offset=0, shuffled=False),
     "torchao int8": torchao_linear,
     "torchao int4": lambda linear: torchao_linear(linear, "IntxWeightOnlyConfig"),
     "torchao float8": lambda linear: torchao_linear(linear, "Float8WeightOnlyConfig"),

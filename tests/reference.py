@@ -7,7 +7,7 @@ import math
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from liger_losses import Divergence, QuantizedWeight
 
@@ -65,13 +65,6 @@ def on_gpu(*sizes, **options):
 def double(*tensors):
     """fp64 copies that require gradients where the originals do."""
     return tuple(None if t is None else t.detach().double().requires_grad_(t.requires_grad) for t in tensors)
-
-
-def linear_of(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
-    """A layer with this weight and bias."""
-    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
-    layer.weight, layer.bias = nn.Parameter(weight.detach()), None if bias is None else nn.Parameter(bias.detach())
-    return layer
 
 
 def tensors_of(result) -> list[Tensor]:

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import liger_losses as ll
 from tests.reference import (
     DIVERGENCES,
+    NAMES,
     Int8Weight,
     assert_as_exact_as_plain,
     divergence,
@@ -52,7 +53,6 @@ class Sizes(NamedTuple):
         return f"{self.shape} x {self.hidden} x {self.vocab}"
 
 
-STATISTICS = ("logp", "entropy", "lse", "mean_logp", "log_sum_sq_probs", "mean_logit")
 WITH_FORMULA = tuple(name for name, loss in LOSSES.items() if loss.formula is not None)
 #: Those of a teacher, whose temperature is an option of the loss.
 DISTILLED = tuple(
@@ -124,7 +124,7 @@ class Row(make_dataclass("Values", [(name, Any, values[0]) for name, values in E
     @property
     def statistics(self) -> tuple[str, ...]:
         """Those that are differentiated, where a call asks for statistics."""
-        return {"statistics": STATISTICS, "entropy": ("entropy", "mean_logp")}.get(self.asks, ("logp",))
+        return {"statistics": NAMES, "entropy": ("entropy", "mean_logp")}.get(self.asks, ("logp",))
 
     @property
     def count(self) -> int:

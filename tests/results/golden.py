@@ -26,6 +26,7 @@ from torch import Tensor
 import liger_losses
 from liger_losses import Completions, Divergence, EngineOptions, Largest, LogitTransform, Teacher, functional
 from tests import losses
+from tests.reference import tensors_of
 
 FILE = Path(__file__).with_suffix(".json")
 #: Completions, tokens, hidden sizes of student and teacher, vocabulary.
@@ -177,13 +178,6 @@ class Case(NamedTuple):
 #: By name, in the file.
 EXPECTED = json.loads(FILE.read_text())
 CASES = {name: Case.of(name) for name in EXPECTED}
-
-
-def tensors_of(result: Any) -> list[Tensor]:
-    """All tensors of a result, in any nesting."""
-    if isinstance(result, Tensor):
-        return [result]
-    return [] if result is None else [tensor for part in result for tensor in tensors_of(part)]
 
 
 def numbers_of(tensor: Tensor) -> list[float]:

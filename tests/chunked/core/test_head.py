@@ -10,14 +10,15 @@ from liger_losses import Head, LogitTransform, linear_logps, linear_statistics, 
 from liger_losses.chunked.core.head import LowRank
 from tests.losses import CE
 from tests.models import small
-from tests.reference import Int8Weight, linear_of, problem
+from tests.reference import Int8Weight, problem
 
 
 def test_a_head_of_tensors_modules_and_heads():
     hidden, weight, labels, bias = problem(20, 8, 31, bias=True)
     transform = LogitTransform(0.7, 1.3, 4.0)
     expected = linear_statistics(hidden, weight, labels, "logp", bias=bias, transform=transform).logp
-    layer = linear_of(weight, bias)
+    layer = nn.Linear(8, 31)
+    layer.weight, layer.bias = map(nn.Parameter, (weight.detach(), bias.detach()))
     for head in (
         Head(weight, bias, transform),
         Head.of(weight, bias, transform),

@@ -48,28 +48,11 @@ def test_every_option_refuses_what_is_not_of_its_type(build):
 
 def test_a_loss_is_frozen():
     loss = DPO(beta=0.3)
-    with pytest.raises(AttributeError, match=r"beta is an option.* frozen: loss\.replace\(beta=\.\.\.\)"):
-        loss.beta = 0.2
-    for name in ("transform", "options", "settings", "beta"):
+    names = ("transform", "options", "settings", "beta")
+    for owner, name in (*((loss, name) for name in names), (loss.settings, "beta"), (JSD(), "divergence")):
         with pytest.raises(AttributeError):
-            setattr(loss, name, None)
-    with pytest.raises(AttributeError):
-        JSD().divergence = Divergence.reverse_kl()
-    with pytest.raises(AttributeError, match="ce_weight is an option"):
-        CE(ce_weight=torch.ones(3)).ce_weight = torch.zeros(3)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        loss.settings.beta = 0.4
-    with pytest.raises(AttributeError, match="'betta': did you mean the option 'beta'"):
-        loss.betta = 0.5
-    with pytest.raises(AttributeError, match="has no attribute 'bta'"):
-        _ = loss.bta
-    with pytest.raises(TypeError, match=r"no option 'betta' \(did you mean 'beta'\?\)"):
-        loss.replace(betta=0.5)
+            setattr(owner, name, None)
     assert (loss.beta, loss.settings.beta, loss.replace(beta=0.5).beta, loss.beta) == (0.3, 0.3, 0.5, 0.3)
-    with pytest.raises(TypeError, match=r"Annealed\.temperature hides the option temperature"):
-        type("Annealed", (JSD,), {"temperature": property(lambda self: 2.0)})
-    with pytest.raises(TypeError, match=r"Unweighted\.ce_weight hides the option ce_weight"):
-        type("Unweighted", (CE,), {"ce_weight": None})
 
 
 def test_a_loss_is_a_module():

@@ -86,27 +86,21 @@ def test_slices_of_sequences_on_two_processes(tmp_path, backend):
 # --- Options ----------------------------------------------------------------------------------------------------------
 
 
+class Own(liger_losses.ChunkedLoss):
+    def loss(self, statistics, mask):
+        return -statistics.logp.sum()
+
+
 def test_what_no_group_can_be_given_to(one_process):
-    group = dist.group.WORLD
-    with pytest.raises(ValueError, match=r"shift the labels before you cut the sequences, and pass"):
-        CE(group=group, shift=True)
-    with pytest.raises(ValueError, match="ld_alpha depends on the position of tokens"):
-        DPO(group=group, ld_alpha=0.5)
-    with pytest.raises(ValueError, match="later tokens' rewards depends on the position of tokens"):
-        MiniLLM(group=group)
-
-    for kind in ("fipo", "kl_cov"):
-        with pytest.raises(ValueError, match="pass whole completions, and no group="):
-            functional.grpo_loss(torch.zeros(2, 3), torch.ones(2), torch.ones(2, 3), loss_type=kind, group=group)
-
-    class Own(liger_losses.ChunkedLoss):
-        def loss(self, statistics, mask):
-            return -statistics.logp.sum()
-
-    d = batch()
-    with pytest.raises(ValueError, match="Own defines loss"):
-        Own(group=group)(d["weight"], d["h"], d["y"])
-    with pytest.raises(ValueError, match="shift=False"):
-        ORPO().replace(group=group, shift=True)
-    with pytest.raises(TypeError, match=r"mesh\['cp'\]\.get_group\(\)"):
-        ORPO(group="cp")
+    group, d, of_tokens = {"group": dist.group.WORLD}, batch(), (torch.zeros(2, 3), torch.ones(2), torch.ones(2, 3))
+    for call, message in (
+        (lambda: CE(shift=True, **group), "shift the labels before you cut the sequences, and pass"),
+        (lambda: DPO(ld_alpha=0.5, **group), "ld_alpha depends on the position of tokens"),
+        (lambda: MiniLLM(**group), "later tokens' rewards depends on the position of tokens"),
+        (lambda: functional.grpo_loss(*of_tokens, loss_type="fipo", **group), "pass whole completions, and no group="),
+        (lambda: functional.grpo_loss(*of_tokens, loss_type="kl_cov", **group), "pass whole completions, and no group"),
+        (lambda: Own(**group)(d["weight"], d["h"], d["y"]), "Own defines loss"),
+        (lambda: ORPO().replace(shift=True, **group), "shift=False"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()

@@ -115,13 +115,13 @@ def test_models_whose_logits_nobody_needs():
     assert plain.entries >= 12 * 3 * V
 
 
-def train_step(run, parameters, batch, context=contextlib.nullcontext, scale=1.5):
+def train_step(run, parameters, batch, context):
     """The output, and all gradients."""
     for p in parameters:
         p.grad = None
     with context():
         output = run(**batch)
-    (getattr(output, "loss", output) * scale).backward()
+    (getattr(output, "loss", output) * 1.5).backward()
     return output, [p.grad.clone() for p in parameters]
 
 

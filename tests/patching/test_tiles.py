@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 import pickle
 
 import pytest
@@ -348,17 +349,16 @@ def work(rank):
     x = inputs(2, 26, dtype=torch.float32)[rank : rank + 1]
     for name in ("ddp", "fsdp", "fsdp, half"):
         counts, grads = [], []
-        for tokens in (False, 4):
-            for checkpointing in (False, name != "ddp"):
-                gathers.clear()
-                model = nn.Sequential(made(dtype=torch.float32), made(MODULES["Fused"], dtype=torch.float32))
-                patch(model, tile_mlps=tokens)
-                spread = spread_by(name, model)
-                for _ in range(2):
-                    found = checkpoint(spread, x, use_reentrant=False) if checkpointing else spread(x)
-                    found.float().square().mean().backward()
-                grads.append([whole(weight.grad) for weight in model.parameters()])
-                counts.append(len(gathers))
+        for tokens, checkpointing in itertools.product((False, 4), (False, name != "ddp")):
+            gathers.clear()
+            model = nn.Sequential(made(dtype=torch.float32), made(MODULES["Fused"], dtype=torch.float32))
+            patch(model, tile_mlps=tokens)
+            spread = spread_by(name, model)
+            for _ in range(2):
+                found = checkpoint(spread, x, use_reentrant=False) if checkpointing else spread(x)
+                found.float().square().mean().backward()
+            grads.append([whole(weight.grad) for weight in model.parameters()])
+            counts.append(len(gathers))
         assert counts[:2] == counts[2:], (name, counts)
         for other in grads[1:]:
             for a, e in zip(other, grads[0], strict=True):

@@ -40,7 +40,7 @@ def family(name, attention="eager", **options):
     return model.train()
 
 
-def drawn(seed, vocabulary=97, longest=12):
+def drawn(seed, longest=12):
     """Lists of prompts, of completions, and of each completion's prompt: groups of one, and empty completions."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -48,7 +48,7 @@ def drawn(seed, vocabulary=97, longest=12):
         return int(torch.randint(low, high, (), generator=generator))
 
     def ids(least):
-        return torch.randint(3, vocabulary, (number(least, longest),), generator=generator).tolist()
+        return torch.randint(3, SIZES["vocab_size"], (number(least, longest),), generator=generator).tolist()
 
     prompts, completions, groups = [ids(1) for _ in range(number(2, 4))], [[]], [0]
     for group in range(len(prompts)):

@@ -173,9 +173,13 @@ class LossHead(Replacement):
         if _is_quantized_layer(module):
             _match_quantized(module)
             return cls(("forward",), quantized=True)
-        if _shares_rows(module):
-            _match_shared(module)
-            module.forward = partial(_shared_forward, vars(module)["forward"], module)
+        forward = vars(module).get("forward")
+        if forward is not None and hasattr(getattr(module, "weight", None), "full_tensor"):
+            try:  # of small weights, as fully_shard gathers them
+                _small_logits(module, lambda layer, x: forward(x), torch.float32, torch.float32)
+            except Mismatch:  # it exchanges messages, because its rows are on several processes
+                _match_shared(module, forward)
+                module.forward = partial(_shared_forward, forward, module)
         return cls()
 
     @classmethod
@@ -265,7 +269,7 @@ def _shared_head(layer: Any) -> Head:
     return head.with_fields(ranks=dataclasses.replace(head.ranks, mesh=None, sums_hidden=True))
 
 
-def _match_shared(module: Any) -> None:
+def _match_shared(module: Any, forward: Callable[[Tensor], Tensor]) -> None:
     """Raise Mismatch unless a linear layer's forward returns the logits of all ranks that share its rows.
 
     All ranks run it together, on the layer's own parameters.
@@ -276,7 +280,7 @@ def _match_shared(module: Any) -> None:
         both = module.weight.device_mesh.ndim > 1
         order = "fully_shard was called before patch: apply tensor parallelism, then patch(model), then fully_shard"
         raise Mismatch(order if both else str(error)) from None
-    hidden, forward = _random_states(head, 1, 3), vars(module)["forward"]
+    hidden = _random_states(head, 1, 3)
     logits: Any = probing.observe(forward, [hidden])[0]
     if logits.shape != (1, 3, head.vocab_size):
         raise Mismatch(f"it returns {tuple(logits.shape)} and not all logits")
@@ -542,14 +546,3 @@ def _small_logits(
     if not isinstance(logits, PendingLogits) or logits.computed or logits.shape != (1, 3, 5):
         raise Mismatch("it does more than to call F.linear with its parameters, and to cast and scale the result")
     return logits, [hidden, *small.values()]
-
-
-def _shares_rows(layer: Any) -> bool:
-    """Whether a forward on the instance of a layer exchanges messages, because its rows are on several processes."""
-    forward = vars(layer).get("forward")
-    if forward is None or not hasattr(getattr(layer, "weight", None), "full_tensor"):
-        return False
-    with contextlib.suppress(Mismatch):
-        _small_logits(layer, lambda layer, x: forward(x), torch.float32, torch.float32)
-        return False  # fully_shard gathers the weight
-    return True

@@ -143,12 +143,11 @@ def observe(
     Of several outputs, the rows are one above the other. Raises Mismatch if it fails, returns no tensor, changes its
     inputs, or draws random numbers.
     """
-    inputs = [x.detach().clone().requires_grad_() for x in inputs]
-    originals = [x.detach().clone() for x in inputs]
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
     state = torch.get_rng_state()
     try:
         # Views, as leaves cannot be changed in place but activations can.
-        output = function(*(x.view_as(x) for x in inputs))
+        output = function(*(x.view_as(x) for x in leaves))
     except Mismatch:
         raise
     except Exception as error:
@@ -161,9 +160,9 @@ def observe(
         raise Mismatch(f"it returns a {type(output).__name__}, not a tensor")
     if not torch.equal(state, torch.get_rng_state()):
         raise Mismatch("it draws random numbers")
-    if not all(torch.equal(x, y) for x, y in zip(inputs, originals, strict=True)):
+    if not all(map(torch.equal, leaves, inputs)):
         raise Mismatch("it changes its input in place")
-    leaves = [*inputs, *others]
+    leaves += others
     if not output.requires_grad:
         return [output, *[None] * len(leaves)]
     upstream = random(output.shape, torch.Generator().manual_seed(7), output.dtype).to(output.device)

@@ -35,7 +35,7 @@ from liger_losses.patching.swap import (
     original_class,
     replacement_of,
     restore,
-    swapped_class,
+    swap,
 )
 from liger_losses.sequences import queue_callback
 
@@ -495,7 +495,7 @@ def _warn_of_many(model: nn.Module, output: Any) -> None:
 def patch_head(model: nn.Module, options: LossForward) -> None:
     """Let a model whose head is prepared compute its loss without logits."""
     owner = owner_of_head(model)
-    owner.__class__ = swapped_class(owner, options)  # again, too: its class may have another forward since
+    swap(owner, options)  # again, too: the class of the model may have another forward since
     forward = vars(owner).get("forward")
     if forward is not None and getattr(forward, "func", None) is not _with_loss:
         owner.forward = functools.update_wrapper(partial(_with_loss, forward, owner), forward)

@@ -171,8 +171,13 @@ def swapped_class(module: nn.Module, replacement: Replacement) -> type[nn.Module
     return _in_unit(type(module), subclass)
 
 
+def swap(module: nn.Module, replacement: Replacement) -> None:
+    """Replace the methods of a module, in place."""
+    module.__class__ = swapped_class(module, replacement)
+
+
 def restore(module: nn.Module) -> None:
-    """Give a module its own class again, if it was swapped."""
+    """Undo :func:`swap`, if the module was swapped."""
     if _is_ours(type(module)) or _is_unit(type(module)):
         module.__class__ = _in_unit(type(module), original_class(module))
 
@@ -197,7 +202,7 @@ def _is_unit(changed: type) -> bool:
 
 
 def reason_not_to_restore(module: nn.Module) -> str | None:
-    """Why :func:`restore` would not restore a module that was swapped, or ``None``."""
+    """Why :func:`swap` cannot be undone, or ``None``."""
     replacement = replacement_of(module)
     if replacement is None:
         return None
@@ -213,7 +218,7 @@ def replacement_of(module: nn.Module) -> Any:
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
-    """The class of a module before it was swapped."""
+    """The class of a module before :func:`swap`."""
     return getattr(type(module), "_liger_original", type(module))
 
 

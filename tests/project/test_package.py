@@ -11,8 +11,8 @@ import liger_losses
 from tests.processes import printed_by
 
 ROOT = pathlib.Path(liger_losses.__file__).parent
-LAYERS = ["caller", "places", "kernels", "checks", "arguments", "sequences", "chunked.core", "chunked.accelerators"]
-LAYERS += ["chunked", "chunked.losses", "layers", "modules", "prompts", "patching", "trl"]
+LAYERS = ["caller", "nested", "places", "kernels", "checks", "arguments", "sequences", "chunked.core"]
+LAYERS += ["chunked.accelerators", "chunked", "chunked.losses", "layers", "modules", "prompts", "patching", "trl"]
 HEAVY = ("transformers", "trl", "triton", "numpy", "matplotlib", "peft", "datasets", "liger_kernel")
 #: Every module can be imported without the packages that it integrates with.
 MODULES = [".".join(path.relative_to(ROOT.parent).with_suffix("").parts) for path in ROOT.rglob("*.py")]

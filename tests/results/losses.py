@@ -222,7 +222,8 @@ def minillm(p: Plain) -> Tensor:
 
 
 class Loss(NamedTuple):
-    """``build(**options)``, or of a batch where ``of_batch`` says so; ``formula`` is the loss from whole logits."""
+    """``build(**options)``, of the class weights first where it is ``weighted``; ``formula`` is the loss from whole
+    logits."""
 
     build: Callable[..., Any]
     call: Callable[..., Any]

@@ -31,7 +31,6 @@ from liger_losses import (
     TeacherTopK,
     TokenSupport,
     assert_no_logits,
-    functional,
     linear_divergence,
     linear_divergence_loss,
     linear_labels_loss,
@@ -47,12 +46,12 @@ from liger_losses import (
     split_by_coefficient,
     workspace,
 )
+from liger_losses import functional as F
 from tests.losses import BCO, CE, CPO, DPO, GRPO, JSD, KL, KTO, ORPO, AlphaBeta, Cosine, MiniLLM, SimPO
 from tests.reference import Int8Weight, problem
 from tests.results.losses import LOSSES, OPERATIONS, batch, case_of
 from tests.seam import BACKENDS, LowRank
 
-F = functional
 NAN, PER_TOKEN, ONES = math.nan, torch.zeros(4, 5), torch.ones(4)
 MASK, ZEROS, EACH = torch.ones(4, 5, dtype=torch.bool), torch.zeros(2), torch.ones(4, 5)
 HIDDEN, WEIGHT, LABELS, _ = problem(shape=(4, 5), masked=0.2)
@@ -607,7 +606,7 @@ def test_numbers_of_numpy_are_numbers_and_bools_are_not():
 
 
 def test_what_is_right_stays_right():
-    assert torch.isfinite(functional.dpo_loss(ONES, ONES, ONES[0] * 0, ONES[0] * 0)).all()
+    assert torch.isfinite(F.dpo_loss(ONES, ONES, ONES[0] * 0, ONES[0] * 0)).all()
     assert torch.isfinite(policy(HIDDEN, WEIGHT, LABELS, ONES.long())[0])
     assert linear_logps(HIDDEN, WEIGHT, LABELS, shift=1).shape == LABELS.shape
     logits, types, weights = torch.zeros(4, 5, 61), np.array(["sigmoid", "hinge"]), np.array([1.0, 0.5])

@@ -33,7 +33,7 @@ def test_tiles_of_all_groups_are_summed(tma, monkeypatch):
     the tensor memory accelerator, as on Hopper, and through pointers, as elsewhere."""
     monkeypatch.setattr("liger_losses.chunked.accelerators.tiles.has_tma", lambda device: tma)
     tokens, columns = (40, 70) if INTERPRETED else (300, 520)
-    hidden, weight, labels, _ = problem(tokens, 16, columns, dtype=torch.bfloat16, masked=0.0)
+    hidden, weight, labels, _ = problem(tokens, 16, columns, dtype=torch.bfloat16, masked=0.0, scale=4.0)
     epilogue = Epilogue(LogitTransform(torch.linspace(0.5, 2.0, tokens, device=DEVICE)))
     monkeypatch.setattr(linear_exp, "_GROUP", 2)
     logits = epilogue(hidden.double() @ weight.double().t())

@@ -3,6 +3,7 @@
 import os
 import sys
 import types
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -46,17 +47,16 @@ def partial_gradients(parts):
     expected = linear_statistics(hidden, d["weight"], labels, ("logp", "entropy"), transform=LogitTransform(0.7))
     upstream = torch.arange(1.0, 1 + labels.numel()).cos().view_as(labels).to(hidden)
     (whole,) = torch.autograd.grad([expected.logp, expected.entropy], hidden, [upstream, -upstream])
+    group = types.SimpleNamespace(size=lambda: 1)  # of a layer, where the vocabulary is whole
+    whole_layer = types.SimpleNamespace(weight=d["weight"], tp_group=group)
+    states, context = hidden.transpose(0, 1), OutputOptions(0.7, entropy=True)
+    of_megatron = partial(output_processor, hidden_states=states, output_weight=None, labels=labels, context=context)
     for name, part in parts.items():
         rows = d["weight"][part.rows].detach().requires_grad_()
-        group = types.SimpleNamespace(size=lambda: 1)  # of the layer, where the vocabulary is whole
-        whole_head = {"output_layer": types.SimpleNamespace(weight=d["weight"], tp_group=group), "output_weight": None}
-        context = OutputOptions(0.7, entropy=True)
         with case_named(name):
-            found = linear_cross_entropy(hidden, rows, labels, 0.7, "none", part.group)
-            (own,) = torch.autograd.grad(found, hidden, [upstream.flatten(), -upstream.flatten()])
-            torch.testing.assert_close(
-                torch.stack(found), torch.stack([v.flatten() for v in expected if v is not None])
-            )
+            logps, entropy = linear_cross_entropy(hidden, rows, labels, 0.7, "none", part.group)
+            torch.testing.assert_close((logps, entropy), (expected.logp.flatten(), expected.entropy.flatten()))
+            (own,) = torch.autograd.grad([logps, entropy], hidden, [upstream.flatten(), -upstream.flatten()])
             dist.all_reduce(own, group=part.group)
             torch.testing.assert_close(own, whole)
             head = Head(rows, group=part.group)
@@ -66,11 +66,8 @@ def partial_gradients(parts):
             dist.all_reduce(own, group=part.group)
             torch.testing.assert_close(own, summed)
             layer = types.SimpleNamespace(weight=rows, tp_group=part.group)
-            shared_head = {"output_layer": layer, "output_weight": None}
-            for arguments in (whole_head, shared_head):
-                logps, entropy = output_processor(
-                    hidden_states=hidden.transpose(0, 1), labels=labels, context=context, **arguments
-                )
+            for output_layer in (whole_layer, layer):
+                logps, entropy = of_megatron(output_layer=output_layer)
                 torch.testing.assert_close((logps, entropy), (expected.logp, expected.entropy))
                 (own,) = torch.autograd.grad([logps, entropy], hidden, [upstream, -upstream])
                 torch.testing.assert_close(own, whole)
@@ -78,11 +75,8 @@ def partial_gradients(parts):
             gather = types.SimpleNamespace(gather_from_sequence_parallel_region=lambda hidden: hidden)
             layer.sequence_parallel = True
             with mock.patch.dict(sys.modules, {"megatron.core.tensor_parallel.mappings": gather}):
-                found = output_processor(
-                    hidden_states=hidden.transpose(0, 1), labels=labels, context=context, **shared_head
-                )
-            (own,) = torch.autograd.grad(found, hidden, [upstream, -upstream])
-            own = own.contiguous()
+                found = of_megatron(output_layer=layer)
+            own = torch.autograd.grad(found, hidden, [upstream, -upstream])[0].contiguous()
             dist.all_reduce(own, group=part.group)
             torch.testing.assert_close(own, whole)
 

@@ -402,6 +402,7 @@ WRONG = [
     (lambda h, w, y: taught(h, w, y, Teacher(h, w), token_scaling="probability", weight_hard_loss=0.0), "token_scal"),
     (lambda h, w, y: CE(use_token_scaling=True, token_scaling="entropy"), "leave one of them out"),
     (lambda h, w, y: linear_labels_loss(h, w, y[..., None], EACH), "weights must be"),
+    (lambda h, w, y: linear_logps(h, w, torch.stack([y.clamp(min=0), torch.full_like(y, -5)], -1)), r"-5"),
     (lambda h, w, y: taught(h, w, y, Teacher(h[:, :-1], w)), "one per hidden state of the student"),
     (lambda h, w, y: Teacher(h, w, w[:-1, 0]), "bias must be"),
     (lambda h, w, y: taught(h, w, y, Teacher(h.long(), w)), "floating point"),

@@ -233,15 +233,15 @@ class Block:
         assert self.teacher_memory is not None
         entropy = frozenset(["entropy"] if "soft_entropy" in self._names else [])
         ranks, which = part.head.ranks, self._divergence
-        same = part.teacher.vocab_size >= part.vocab_size and self._soft.transform is self.epilogue.transform
+        same = part.teacher.vocab_size >= part.vocab_size and self._of_student.transform is self.epilogue.transform
         if same and not entropy and "lse" in self.constants:
             student = {"lse": self.constants["lse"]}
         else:
-            soft = softmax_statistics(z, label, entropy, self._soft, **plan.of_kernels)
-            student = rows.merged({name: soft[name] for name in {"lse", *entropy}}, ranks, plan)
+            values = softmax_statistics(z, label, entropy, self._of_student, **plan.of_kernels)
+            student = rows.merged({name: values[name] for name in {"lse", *entropy}}, ranks, plan)
         entropy = frozenset(["entropy"] if which is not None and which.by_entropy else [])
-        hard = softmax_statistics(self.teacher_memory, label, entropy, self._of_teacher, **plan.of_kernels)
-        teacher = rows.merged({name: hard[name] for name in {"lse", *entropy}}, ranks, plan)
+        values = softmax_statistics(self.teacher_memory, label, entropy, self._of_teacher, **plan.of_kernels)
+        teacher = rows.merged({name: values[name] for name in {"lse", *entropy}}, ranks, plan)
         self.constants |= {"soft_lse": student["lse"], "teacher_lse": teacher["lse"]}
         if "entropy" in student:
             self.constants["soft_entropy"] = student["entropy"]
@@ -256,7 +256,7 @@ class Block:
         return next((s.divergence for s in self.asked if s.divergence is not None), None)
 
     @cached_property
-    def _soft(self) -> Epilogue:
+    def _of_student(self) -> Epilogue:
         """The student's logits at the teacher's temperature, of the columns that both have."""
         return self._epilogue(self.part.teacher.temperature, self.common)._replace(class_weight=None)
 
@@ -274,7 +274,7 @@ class Block:
         """Both models' logits of the shared columns."""
         assert self.teacher_memory is not None
         z = self.z if self.common == self.width else self.z[:, : self.common]
-        student = Logits(z, self.constants["soft_lse"], self._soft)
+        student = Logits(z, self.constants["soft_lse"], self._of_student)
         return student, Logits(self.teacher_memory, self.constants["teacher_lse"], self._of_teacher)
 
     # --- Gradients ---------------------------------------------------------------------------------------------------
@@ -323,7 +323,8 @@ class Block:
         columns = self.columns if isinstance(self.columns, slice) else self.columns[at]
         of_teacher = None if self.teacher_memory is None else self.teacher_memory[at]
         constants = {name: value[at] for name, value in self.constants.items()}
-        return type(self)(self.part.take(at), self.asked, self.plan, columns, self.memory[at], of_teacher, constants)
+        part = self.part.take(at, compares=False)
+        return type(self)(part, self.asked, self.plan, columns, self.memory[at], of_teacher, constants)
 
     def _with(self, upstream: dict[str, Tensor]) -> list[Statistic]:
         """The statistics that have a gradient."""

@@ -6,6 +6,7 @@ T tokens, H hidden size, V vocabulary size, C columns of a slice of the vocabula
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -224,19 +225,18 @@ class Head:
                 f"scale must be a real number for each of {len(self.weight)} rows, got {described(scale)}."
             )
 
-        def times(rows: Tensor) -> Tensor:
-            return (rows * (scale[:, None] if rows.dim() > 1 else scale)).to(rows.dtype)
+        return self._with_rows(lambda x: (x * (scale[:, None] if x.dim() > 1 else scale)).to(x.dtype))
 
-        adapters = tuple([replace(adapter, b=times(adapter.b)) for adapter in self.adapters])
-        bias = None if self.bias is None else times(self.bias)
-        return self.with_fields(weight=times(self.weight), bias=bias, adapters=adapters)
+    def _with_rows(self, change: Callable[[Tensor], Tensor], **changes: Any) -> Head:
+        """A copy whose weight, bias and rows of adapters a function makes of these."""
+        adapters = tuple([replace(adapter, b=change(adapter.b)) for adapter in self.adapters])
+        bias = None if self.bias is None else change(self.bias)
+        return self.with_fields(weight=change(self.weight), bias=bias, adapters=adapters, **changes)
 
     def columns(self, columns: slice) -> Head:
         """The head of some of its rows."""
-        changes: dict[str, Any] = {"bias": None if self.bias is None else self.bias[columns]}
-        if self.quantized is not None:
-            changes["quantized"] = self.quantized.part(*columns.indices(self.quantized.shape[0])[:2])
-        return self.with_fields(weight=self.weight[columns], **changes)
+        quantized = self.quantized and self.quantized.part(*columns.indices(self.quantized.shape[0])[:2])
+        return self._with_rows(lambda rows: rows[columns], quantized=quantized)
 
     @torch.no_grad()
     def merged(self) -> Head:
@@ -252,8 +252,9 @@ class Head:
 
     def detach(self) -> Head:
         """The same head as a constant."""
-        bias = None if self.bias is None else self.bias.detach()
-        return self.with_fields(weight=self.weight.detach(), bias=bias)
+        constant = self._with_rows(Tensor.detach)
+        adapters = tuple([replace(adapter, a=adapter.a.detach()) for adapter in constant.adapters])
+        return constant.with_fields(adapters=adapters) if adapters else constant
 
 
 def _checked(

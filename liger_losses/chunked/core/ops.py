@@ -270,7 +270,7 @@ def linear_topk(
     check_tensor("hidden_states", hidden_states, allow_dtensor=True)
     if labels is None:  # which nobody reads or counts
         labels = torch.zeros(hidden_states.shape[:-1], dtype=torch.int64, device=hidden_states.device)
-        options = replace(options, compact=False)
+        options = replace(options, compact=False, ignore_index=-100)
     metrics = ("columns", "rest") if rest else ("columns",)
     fields: dict[str, Any] = {"selected": Largest(k), "bias": bias, "transform": transform, "options": options}
     largest = linear_statistics(hidden_states, head, labels, "selected_logps", metrics=metrics, **fields)
@@ -326,7 +326,8 @@ def _target_of_labels(hidden_states: Any, head: Head, labels: Tensor, options: E
         raise ValueError(f"labels must be int64 [..., m] with m >= 1, got {labels.dtype} {tuple(labels.shape)}.")
     mask = labels != options.ignore_index
     columns = labels.masked_fill(~mask, 0)
-    one = columns.amax(-1).masked_fill(~mask.any(-1), options.ignore_index)
+    lowest, highest = columns.aminmax(dim=-1)  # either may be outside of the vocabulary
+    one = torch.where(lowest < 0, lowest, highest).masked_fill(~mask.any(-1), options.ignore_index)
     return inputs.target_of(hidden_states, head, one, selected=columns), mask
 
 
@@ -421,7 +422,7 @@ def linear_divergence(
 ) -> Statistics:
     """The divergence between student and teacher for each token, a differentiable operation.
 
-    Backward computes the logits again. If the loss is a weighted sum with known weights, use
+    Backward computes the logits again, unless they could be kept. If the loss is a weighted sum with known weights, use
     :func:`linear_divergence_loss`.
 
     Args:

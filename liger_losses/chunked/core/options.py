@@ -27,7 +27,7 @@ class EngineOptions:
             are projected, and their results are 0.
         workspace: bytes for everything beyond inputs and outputs. By default chosen from the shapes, the device's
             memory and :func:`liger_losses.set_default_workspace`.
-        chunk_size: the largest number of tokens whose logits one block of the forward pass holds.
+        chunk_size: the largest number of tokens whose whole rows of logits exist at a time.
         accum_dtype: dtype in which the gradient of the weight is accumulated: ``torch.float32``, which takes a buffer
             of the weight's size, or ``None`` for the weight's dtype where that is as exact as plain PyTorch.
         backend: ``torch`` or ``triton`` for the work between the products; chosen from the device by default, or by
@@ -79,7 +79,7 @@ WORKSPACE_VARIABLE = "LIGER_LOSSES_WORKSPACE"
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
 #: The process's setting: bytes, the variable's text, or ``None`` for no bound. The first call reads the text, as
-#: ``import liger_losses`` must not fail for it. Every call reads both settings, directly and not through functions.
+#: ``import liger_losses`` must not fail for it.
 process = SimpleNamespace(bytes=os.environ.get(WORKSPACE_VARIABLE) or None)
 #: The setting within :func:`workspace`, in a tuple; ``None`` outside.
 context: ContextVar[tuple[int | None] | None] = ContextVar("liger_losses.workspace", default=None)

@@ -19,7 +19,7 @@ from liger_losses.chunked.core.buffers import Leaf
 from liger_losses.chunked.core.options import WORKSPACE_VARIABLE, EngineOptions, default_bound
 from liger_losses.chunked.core.statistics import OF_KERNELS, Statistic
 from liger_losses.chunked.core.target import Target
-from liger_losses.chunked.core.weights import Concatenated, Products, Quantized, WithAdapters
+from liger_losses.chunked.core.weights import STEPS, Concatenated, Products, Quantized, WithAdapters
 from liger_losses.kernels import choose_backend
 from liger_losses.kernels._triton import LOGIT_DTYPES
 from liger_losses.kernels.autograd import autocast_dtype
@@ -446,7 +446,8 @@ def _budget(call: Signature, row: int, collects: bool, most_parts: int) -> tuple
 
 def _tokens(call: Signature, row: int, size: int, collects: bool) -> tuple[int, int]:
     """The tokens whose gradients are added together, and of them, those whose logits exist at a time."""
-    tokens = even(call.tokens, max(1, min(size // row, call.options.chunk_size or size)))
+    most = size // row
+    tokens = even(call.tokens, max(1, min(most, call.options.chunk_size or most)))
     if not (collects and has_many_parts(call, tokens)):
         return tokens, tokens
     of_block = max(1, min(USUAL_TOKENS // 2, size // (4 * collected_bytes(call) + row)))
@@ -483,13 +484,10 @@ def _copies(call: Signature, size: int, most: int) -> tuple[int, int, int]:
     if not call.copied_bytes:
         return call.columns, 0, 0
     whole = call.columns * call.copy_bytes
-    if call.quantized or call.quantized_teacher:
-        peak = 2 * whole
-        fits = peak + 64 * row_bytes(call) <= most
-    else:  # plain PyTorch casts all of it under autocast, too; never in fp32, in which CPUs multiply half precision
-        peak = whole
-        fits = call.operand in HALF_DTYPES and (call.workspace is None or peak + 64 * row_bytes(call) <= most)
-    if fits:
+    peak = whole + -(-call.columns // STEPS) * call.copied_bytes
+    fits, quantized = peak + 64 * row_bytes(call) <= most, call.quantized or call.quantized_teacher
+    # Plain PyTorch casts all of it under autocast, too; never in fp32, in which CPUs multiply half precision.
+    if (quantized and fits) or (not quantized and call.operand in HALF_DTYPES and (fits or call.workspace is None)):
         return call.columns, whole, peak
     columns = max(1, min(size // COPIES // call.copied_bytes, call.columns))
     columns = columns // 64 * 64 or columns

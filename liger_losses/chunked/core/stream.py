@@ -68,10 +68,11 @@ class Stream:
         """Where some of the N tokens are among all T."""
         return rows if self.tokens.index is None else self.tokens.index[rows]
 
-    def part(self, places: Rows) -> Target:
-        """The tokens at these places, in the operands' dtype."""
+    def part(self, places: Rows, compares: bool = True) -> Target:
+        """The tokens at these places, in the operands' dtype, with a teacher's logits unless these were read before."""
         active = self.tokens.active
-        return self.target.take(places, None if active is None else active[places], self.plan.products.dtype)
+        active = None if active is None else active[places]
+        return self.target.take(places, active, self.plan.products.dtype, compares=compares)
 
     def add_hidden(self, grads: Gradients, places: Rows, values: Tensor | None) -> None:
         """Add gradients ``[R, H]`` of the hidden states of the tokens at these places."""
@@ -316,7 +317,7 @@ def _from_block(
     """Gradients of a block that has lived until now, or of its tokens that have any."""
     rows: Rows = slice(0, stream.tokens.count) if live is None else live
     places = stream.places(rows)
-    changes: dict[str, Any] = {"part": stream.part(places), "constants": rows_in(constants, rows)}
+    changes: dict[str, Any] = {"part": stream.part(places, compares=False), "constants": rows_in(constants, rows)}
     for name in block.__match_args__:
         if isinstance(memory := getattr(block, name), Tensor):
             # `data` shares memory, and not the count of changes by which autograd would refuse to give what is saved.
@@ -456,7 +457,9 @@ def _run_part(
             del block  # its memory is free before its gradient is added
             stream.add_hidden(grads, places, hidden)
         if collected is not None:
-            hidden = collected.add_gradients(lambda rows: stream.part(stream.places(rows)), together, grads)
+            hidden = collected.add_gradients(
+                lambda rows: stream.part(stream.places(rows), compares=False), together, grads
+            )
             stream.add_hidden(grads, stream.places(together), hidden)
 
 

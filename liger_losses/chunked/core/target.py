@@ -97,11 +97,12 @@ class Target:
         active: Tensor | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
+        compares: bool = True,
     ) -> Target:
         """Some of the tokens: ``hidden [R, H]``, ``labels [R]`` and so on.
 
         Those that are not ``active [R]`` get numbers without influence. With the operands' ``dtype``, hidden states
-        have it, and temperatures that of logits.
+        have it, and temperatures that of logits. A teacher's logits are taken only if it ``compares`` with them still.
         """
         taken: dict[str, Any] = {"hidden_rows": None}
         for name, (trailing, neutral) in PER_TOKEN.items():
@@ -113,7 +114,7 @@ class Target:
             if "temperature" in taken:
                 taken["temperature"] = wide_numbers(taken["temperature"], dtype)
         if self.teacher is not None:
-            taken["teacher"] = self.teacher.take(rows, active, dtype, self.labels.device)
+            taken["teacher"] = self.teacher.take(rows, active, dtype, self.labels.device, compares)
         return replace(self, **taken)
 
     @property
@@ -254,12 +255,15 @@ class TeacherLogits:
         active: Tensor | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
+        compares: bool = True,
     ) -> TeacherLogits:
         """Some of the tokens as of a target, whose positions a function gets, on this device."""
         temperature = self.temperature
         if isinstance(temperature, Tensor):
             temperature = rows_of(temperature, rows, 0, active, 1.0)
             temperature = temperature if dtype is None else wide_numbers(temperature, dtype)
+        if not compares:
+            return replace(self, temperature=temperature)
         if isinstance(self.logits, Tensor):
             logits = rows_of(self.logits.detach(), rows, 1, active)
             return replace(self, logits=logits, temperature=temperature)

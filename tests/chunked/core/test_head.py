@@ -47,6 +47,16 @@ def test_a_copy_of_a_head_multiplies_by_what_replaces_its_parts():
         assert torch.equal(ours, theirs)
 
 
+def test_some_rows_of_a_head_and_a_constant_have_its_adapters():
+    hidden, weight, labels, bias = problem(20, 8, 31, bias=True)
+    a, b = torch.randn(3, 8, requires_grad=True), torch.randn(31, 3, requires_grad=True)
+    head = Head(weight, bias, adapters=(LowRank(a, b, 0.7),))
+    first = linear_logps(hidden, head.columns(slice(20)), labels % 20)
+    logps = (hidden @ (weight + 0.7 * b @ a)[:20].t() + bias[:20]).log_softmax(-1)
+    torch.testing.assert_close(first, logps.gather(-1, labels[..., None] % 20)[..., 0])
+    assert not linear_logps(hidden.detach(), head.detach(), labels).requires_grad
+
+
 def test_a_scale_of_each_entry_is_trained():
     """Of a bias and of adapters too, before a soft-cap."""
     hidden, weight, labels, bias = problem(20, 8, 31, bias=True, dtype=torch.float64)

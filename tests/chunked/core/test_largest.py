@@ -44,3 +44,10 @@ def test_the_rest_of_rows(given, backend):
     exact = logits.log_softmax(-1).scatter(1, logits.topk(3, -1).indices, -torch.inf).logsumexp(1)
     found = linear_topk(hidden, head, 3, rest=True, options=EngineOptions(backend=backend)).rest
     torch.testing.assert_close(found.double(), exact, rtol=2e-5, atol=2e-5)
+
+
+def test_without_labels_no_token_is_masked():
+    hidden, weight = torch.randn(3, 4), torch.randn(9, 4)
+    found = [linear_topk(hidden, weight, 2, options=EngineOptions(ignore_index=i)) for i in (-100, 0)]
+    torch.testing.assert_close(*found)
+    assert found[0].logps.all()

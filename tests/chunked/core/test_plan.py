@@ -81,10 +81,9 @@ def test_a_sum_of_many_parts_is_taken_by_tiles_or_in_fp32():
 
 @pytest.mark.parametrize(
     ("teacher", "copied", "block_rows"),
-    [({}, 32000, 324), (TEACHER | {"teacher_columns": 32000, "quantized_teacher": True}, 768, 970)],
+    [({}, 32000, 512), (TEACHER | {"teacher_columns": 32000, "quantized_teacher": True}, 768, 970)],
 )
-def test_a_dequantized_head_takes_of_the_workspace_its_copy_twice(teacher, copied, block_rows):
-    """Once while it is made."""
+def test_a_dequantized_head_takes_of_the_workspace_its_copy_and_a_part_as_it_is_made(teacher, copied, block_rows):
     heads = 1 + bool(teacher)
     quantized = {"weights": (Quantized,), "copied_bytes": heads * 12 * 2048, "copy_bytes": heads * 2 * 2048}
     quantized["trains_weight"] = False

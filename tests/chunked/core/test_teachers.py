@@ -5,8 +5,9 @@ import warnings
 import pytest
 import torch
 
-from liger_losses import Teacher, TeacherLogits
+from liger_losses import Divergence, EngineOptions, Teacher, TeacherLogits, linear_divergence
 from tests.losses import JSD, MiniLLM
+from tests.reference import problem
 
 
 def teachers_of(columns, **options):
@@ -41,3 +42,20 @@ def test_vocabularies_of_other_sizes(student, teacher, explained, loss):
         warnings.simplefilter("error")
         for given in [*teachers_of(teacher, columns_correspond=True)[kinds], *teachers_of(student)[kinds]]:
             assert loss(weight, hidden, labels, given)[0].isfinite()
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_function_is_asked_once_for_each_token_of_a_block(kept):
+    """Not again where gradients of several blocks are collected, or where a block has lived until backward."""
+    pytest.importorskip("triton")
+    hidden, weight, labels, _ = problem(1400, 16, 97, dtype=torch.bfloat16, masked=0.1)
+    logits, asked = torch.randn(1400, 97), []
+    teacher = TeacherLogits(lambda at: asked.append(len(at)) or logits[at], columns=97)
+    options = EngineOptions(backend="triton")
+    if kept:
+        loss = linear_divergence(hidden, weight, labels, teacher, Divergence.jsd(), options=options).divergence.sum()
+    else:
+        loss, _ = JSD(backend="triton", workspace=700_000)(weight, hidden, labels, teacher)
+    loss.backward()
+    assert sum(asked) == int((labels != -100).sum())
+    assert len(asked) == 1 if kept else len(asked) > 2

@@ -244,11 +244,6 @@ def _columns(logits: PendingLogits, labels: Tensor | None, name: str, **options:
     return (logps if logits.normalized else logps + statistics.lse[..., None]).to(logits.dtype), statistics
 
 
-def _take_along_dim(logits: PendingLogits, indices: Tensor, dim: int) -> Any:
-    require(indices.dim() == len(logits.shape))
-    return _gather(logits, dim, indices)
-
-
 def _topk(logits: PendingLogits, k: Any, dim: Any = -1, largest: bool = True, sorted: bool = True) -> Any:
     """The largest logits or log-probabilities, in descending order."""
     require(type(k) is int and 1 <= k <= logits.shape[-1] and largest and not logits.negated and len(logits.shape) > 1)
@@ -306,7 +301,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "add __add__ __radd__": _add,
     "kl_div": _kl_div,
     "gather": _gather,
-    "take_along_dim": _take_along_dim,
+    "take_along_dim": lambda logits, indices, dim: _gather(logits, dim, indices),
     "topk": _topk,
     "argmax": _argmax,
 }

@@ -111,9 +111,8 @@ class PendingLogits:  # no dataclass: fully_shard would look for tensors in it, 
 
     def check(self) -> None:
         """Raise RuntimeError if the head's weight was freed."""
-        if torch.compiler.is_dynamo_compiling():
-            return
-        if any(weight.numel() and weight.untyped_storage().size() == 0 for weight in self.tensors[1:]):
+        weights = () if torch.compiler.is_dynamo_compiling() else self.tensors[1:]
+        if any(weight.numel() and weight.untyped_storage().size() == 0 for weight in weights):
             raise RuntimeError(
                 "the weight or bias of the last layer was freed when that layer's own forward ended; it must stay "
                 "until the loss is computed. Shard with torch.distributed.fsdp.fully_shard, or leave the last layer in "

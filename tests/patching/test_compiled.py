@@ -138,6 +138,15 @@ def check(compiled, patched, plain, batches, context=contextlib.nullcontext, tol
     return outputs
 
 
+def test_operations_that_need_the_values_are_in_the_graph():
+    model = Model(lambda z, y: z.softmax(-1).square().sum() + (z + 1.0).logsumexp(-1).sum() + z[..., 3].sum(), True)
+    patched, graphs, ids = copy.deepcopy(model), Graphs("eager"), torch.randint(V, (3, 12))
+    patch(patched)
+    found = torch.compile(patched, backend=graphs, fullgraph=True)(ids, labels=ids)
+    torch.testing.assert_close(found, model(ids, ids))
+    assert graphs.count == 1
+
+
 def test_a_thread_that_has_had_no_pending_logits():
     """It compiles a model as the first thing that it does."""
     model, results = Model(WAYS["scales"], True), []

@@ -144,7 +144,7 @@ class AsksAllOthers:
         return next(filter(None, others), None) if name.startswith("fw") else None
 
 
-#: A finder of Python before 3.4, which nobody asks.
+#: A finder as of Python 2, which nobody can ask.
 OLD = SimpleNamespace(find_module=lambda *_: None)
 
 

@@ -3,8 +3,8 @@
 import contextlib
 import copy
 import functools
-import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -149,14 +149,12 @@ def test_operations_that_need_the_values_are_in_the_graph():
 
 def test_a_thread_that_has_had_no_pending_logits():
     """It compiles a model as the first thing that it does."""
-    model, results = Model(WAYS["scales"], True), []
-    patched, texts = copy.deepcopy(model), [torch.randint(V, (3, length)) for length in (12, 11)]
+    model, texts = Model(WAYS["scales"], True), [torch.randint(V, (3, length)) for length in (12, 11)]
+    patched = copy.deepcopy(model)
     patch(patched)
     compiled = torch.compile(patched, backend="eager", fullgraph=True)
-    thread = threading.Thread(target=lambda: results.extend(compiled(ids, labels=ids) for ids in texts))
-    thread.start()
-    thread.join()
-    torch.testing.assert_close(results, [model(ids, ids) for ids in texts])
+    found = ThreadPoolExecutor(1).map(lambda ids: compiled(ids, labels=ids), texts)
+    torch.testing.assert_close([*found], [model(ids, ids) for ids in texts])
 
 
 LOSS = nn.CrossEntropyLoss()
@@ -165,8 +163,8 @@ LOSS = nn.CrossEntropyLoss()
 @pytest.mark.parametrize("made", ["before", pytest.param("in the model", marks=pytest.mark.slow)])
 def test_models_with_a_loss_module(made):
     """A module that is made while torch.compile traces becomes its own code for losses of tensors: the graph ends."""
-    before, loss, graphs = made == "before", LOSS if made == "before" else None, Graphs()
-    model = Model(lambda z, y: (loss or nn.CrossEntropyLoss())(z.view(-1, V), y.view(-1)), True)
+    before, graphs = made == "before", Graphs()
+    model = Model(lambda z, y: (LOSS if before else nn.CrossEntropyLoss())(z.view(-1, V), y.view(-1)), True)
     patched = copy.deepcopy(model)
     patch(patched)
     compiled = torch.compile(patched, backend=graphs, fullgraph=before)
@@ -237,12 +235,7 @@ HOW = {
     "model.compile()": (compiled_in_place, 2, torch.float32, None),
     "gradient checkpointing": (checkpointed, 3, torch.float32, None),
     "compiled DDP": (lambda model, **how: torch.compile(DistributedDataParallel(model), **how), 3, torch.float32, None),
-    "in DDP": (
-        lambda model, **how: DistributedDataParallel(torch.compile(model, **how)),
-        2,
-        torch.float32,
-        None,
-    ),
+    "in DDP": (lambda model, **how: DistributedDataParallel(torch.compile(model, **how)), 2, torch.float32, None),
     "autocast": (in_one_graph, 1, torch.float32, torch.bfloat16),
     "bf16": (in_one_graph, 1, torch.bfloat16, None),
 }

@@ -184,7 +184,7 @@ def test_under_autocast_queries_keys_and_values_have_its_dtype(monkeypatch):
 
 
 REFUSED = {
-    "mamba": ({"state_size": 4, "n_groups": 1}, "its layers .linear_attention. mix tokens by more than masked attent"),
+    "mamba": ({"state_size": 4, "n_groups": 1}, "its layers .linear_attention. mix tokens by more than masked"),
     "rwkv": ({"attention_hidden_size": 32}, "its layers .with a state. mix tokens"),
     "lfm2": ({"layer_types": ["conv", "full_attention"]}, "its layers .conv. mix tokens"),
     "qwen3_next": ({"layer_types": ["linear_attention", "full_attention"]}, "its layers .linear_attention. mix tokens"),

@@ -134,7 +134,7 @@ def test_a_trl_without_any_place_is_refused(monkeypatch):
     assert not is_enabled()
     other = SimpleNamespace(forward=lambda ctx, hidden, weight, scale: None)
     monkeypatch.setattr(trl.trainer.utils, "_ChunkedLogProbFunction", other)
-    with pytest.warns(UserWarning, match="log-probabilities: .*LogProbFunction has other parameters, hidden, w"):
+    with pytest.warns(UserWarning, match="log-probabilities: .*_ChunkedLogProbFunction has other parameters, hidden"):
         enable()
 
 

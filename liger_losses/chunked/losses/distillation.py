@@ -238,26 +238,21 @@ class DistillationLoss(ChunkedLoss):
         head = Head.of(weight, student_bias if bias is None else bias, o.transform)
         labels, which = self.labels(labels), o.which
         mask, hard = labels != o.ignore_index, o.weight_hard_loss != 0 or o.return_soft_hard_loss
-        t = o.temperature
+        dtype, t = wide(hidden.dtype), o.temperature
         if temperature is not None:
             self.check_one_temperature(temperature)
             checks.check_temperature(temperature, head.weight.device, labels.shape)
             # Of tokens without loss, it may be anything.
-            t = torch.where(mask, temperature, 1.0)
+            t = torch.where(mask, temperature, 1.0).to(torch.promote_types(dtype, temperature.dtype))
         over_columns = o.top_k is not None or isinstance(taught, TeacherTopK)
         if over_columns and o.token_scaling != "none":
             raise ValueError("token_scaling= needs a divergence over all columns: leave top_k= and TeacherTopK out.")
-        if token_weights is not None:
-            token_weights = constant_weights(token_weights, labels, int(o.shift))
         if not over_columns:
             targets = compared_targets(hidden, head, labels, (taught, which, t), o.ignore_index)
         if o.group is not None:
             if isinstance(taught, Teachers):
                 raise ValueError("Teachers does not work with slices of sequences (group=); leave group= out.")
             self.agree([num_items_in_batch])
-        dtype = wide(hidden.dtype)
-        if isinstance(t, Tensor):
-            t = t.to(torch.promote_types(dtype, t.dtype))
         number = self.divisor(mask, num_items_in_batch).to(dtype)
         factor = o.factor * (t**2 if o.temperature_squared else 1.0)
         share = number.reciprocal()
@@ -266,8 +261,8 @@ class DistillationLoss(ChunkedLoss):
             weights["logp"] = -o.weight_hard_loss * share
         live = None
         if token_weights is not None:  # of masked tokens, they may be anything
-            live = token_weights != 0
-            exact = token_weights.to(torch.promote_types(token_weights.dtype, dtype))
+            exact = constant_weights(token_weights, labels, int(o.shift))
+            live, exact = exact != 0, exact.to(torch.promote_types(exact.dtype, dtype))
             weights = {name: torch.where(mask, exact * weight, 0.0) for name, weight in weights.items()}
         if over_columns:
             loss, *values = loss_over_columns(hidden, head, labels, taught, weights, t, o)

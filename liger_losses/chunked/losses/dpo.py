@@ -40,6 +40,9 @@ _OTHERS = {
 class DPOOptions:
     """The options of DPO's losses; see :class:`LigerFusedLinearDPOLoss`."""
 
+    #: The names that ``loss_type`` is, one or several.
+    loss_types: ClassVar[tuple[str, ...]]
+
     beta: PositiveFloat = 0.1
     label_smoothing: UnitFloat = 0.0
     discopop_tau: PositiveFloat = 0.05
@@ -53,14 +56,11 @@ class DPOOptions:
         """The rows that ``loss_type`` names."""
         return [DPO_LOSSES[name] for name in self.loss_types]
 
-    @property
-    def loss_types(self) -> tuple[str, ...]:
-        """One or several names."""
-        several = isinstance(self.loss_type, Iterable) and not isinstance(self.loss_type, str)
-        return tuple(self.loss_type) if several else (self.loss_type,)  # type: ignore[return-value]
-
     def __post_init__(self) -> None:
-        types, smoothing, weights = self.loss_types, self.label_smoothing, self.loss_weights
+        several = isinstance(self.loss_type, Iterable) and not isinstance(self.loss_type, str)
+        types: Any = tuple(self.loss_type) if several else (self.loss_type,)
+        object.__setattr__(self, "loss_types", types)
+        smoothing, weights = self.label_smoothing, self.loss_weights
         checks.check_fields(self)
         checks.check_names(types or ("",), DPO_LOSSES, "loss_type", _OTHERS)
         if weights is not None and (not hasattr(weights, "__len__") or len(weights) != len(types)):

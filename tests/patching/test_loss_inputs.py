@@ -15,13 +15,8 @@ from tests.models import adapted, patch_head, small, without_logits
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 #: The families that transform their logits, and one that does not.
-TYPES = {
-    "Llama": {},
-    "Gemma2": {"final_logit_softcapping": 5.0, "head_dim": 8},
-    "Cohere": {"logit_scale": 0.3},
-    "Granite": {"logits_scaling": 3.0},
-    "Phi": {},  # its head has a bias
-}
+TYPES = {"Llama": {}, "Cohere": {"logit_scale": 0.3}, "Granite": {"logits_scaling": 3.0}}
+TYPES |= {"Gemma2": {"final_logit_softcapping": 5.0, "head_dim": 8}, "Phi": {}}  # whose head has a bias
 tiny = functools.partial(small, vocab_size=61, max_position_embeddings=32, pad_token_id=0, bos_token_id=1)
 
 

@@ -324,27 +324,16 @@ def test_an_attribute_that_cannot_change_after_patch():
     assert norm.eps == 1e-5
 
 
-def executed():
-    """A module whose class has no file."""
-    names = {}
-    exec("def forward(self, x): return x", names)
-    return type("Executed", (nn.Module,), {"forward": names["forward"]})()
-
-
-class Raising(nn.LayerNorm):
-    def __init__(self):
-        super().__init__(8)
-
-    forward = property(lambda self: 1 / 0)
-
-
+#: Classes without a file, and whose forward cannot be read.
+Executed = type("Executed", (nn.Module,), {"forward": eval("lambda self, x: x")})
+Raising = type("Raising", (nn.LayerNorm,), {"forward": property(lambda self: 1 / 0)})
 EMPTY = "its weight is empty, as FSDP1 leaves it on some processes; patch before sharding"
 UNUSUAL = {
     "fx": (lambda: torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4), nn.ReLU())), set()),
-    "exec": (executed, set()),
+    "exec": (Executed, set()),
     "not initialized": (lambda: nn.ModuleList([nn.LazyLinear(4), nn.LazyLinear(4)]), set()),
     "empty": (lambda: nn.RMSNorm(0), {EMPTY}),
-    "raises": (Raising, {"it cannot be probed (ZeroDivisionError: division by zero)"}),
+    "raises": (lambda: Raising(8), {"it cannot be probed (ZeroDivisionError: division by zero)"}),
 }
 
 

@@ -185,10 +185,8 @@ def test_what_is_left_as_it_is():
 @pytest.mark.slow
 @pytest.mark.parametrize("trainer", ["dpo", "sft"])
 def test_trl_trains_lora_below_a_quantized_head(trainer, tmp_path):
-    pytest.importorskip("peft")
-    pytest.importorskip("torchao")
-    pytest.importorskip("trl")
-    pytest.importorskip("datasets")
+    for package in ("peft", "torchao", "trl", "datasets"):
+        pytest.importorskip(package)
     from tests.trl import trainers
 
     def build(output, model, *others, quantized, **options):

@@ -384,7 +384,9 @@ def cpo_loss(
         ValueError: another ``loss_type``.
     """
     checks.check_names([loss_type], CPO_LOSSES, "loss_type")
-    _check(chosen_logps, rejected_logps, beta, label_smoothing)
+    checks.check_alike(chosen_logps=chosen_logps, rejected_logps=rejected_logps)
+    checks.check_number("beta", beta, 0.0, math.inf, open_low=True)
+    checks.check_number("label_smoothing", label_smoothing, 0.0, 1.0)
     margin = alphapo_reward(chosen_logps, reward_alpha) - alphapo_reward(rejected_logps, reward_alpha)
     return CPO_LOSSES[loss_type].loss(None, margin, CPOTerms(beta, gamma, label_smoothing))
 
@@ -414,15 +416,9 @@ def orpo_loss(chosen_logps: Tensor, rejected_logps: Tensor, *, beta: float = 0.1
         chosen_logps, rejected_logps: ``[B]``, the means of ``log p`` over tokens.
         beta: weight of the term.
     """
-    _check(chosen_logps, rejected_logps, beta)
-    return -beta * F.logsigmoid(_log_odds(chosen_logps) - _log_odds(rejected_logps))
-
-
-def _check(chosen_logps: Tensor, rejected_logps: Tensor, beta: float, label_smoothing: float = 0.0) -> None:
-    """Raise TypeError or ValueError unless these fit together."""
     checks.check_alike(chosen_logps=chosen_logps, rejected_logps=rejected_logps)
     checks.check_number("beta", beta, 0.0, math.inf, open_low=True)
-    checks.check_number("label_smoothing", label_smoothing, 0.0, 1.0)
+    return -beta * F.logsigmoid(_log_odds(chosen_logps) - _log_odds(rejected_logps))
 
 
 def _log_odds(logps: Tensor) -> Tensor:

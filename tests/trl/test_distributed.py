@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from liger_losses.patching.loss_head import pending_logits, prepare_head
 from liger_losses.patching.patch import patch, unpatch
@@ -76,7 +76,7 @@ def plain_loss(model, weighted):
     return found.loss + (weights * plain_log_probs(found.logits, labels) * (labels[:, 1:] != -100)).sum() / count
 
 
-def our_loss(model, weighted, rank, rows=ROWS, **options):
+def our_loss(model, rank, rows=ROWS, weighted=False, **options):
     """Of this process's batch."""
     ids, labels, weights, count = own_batch(rank, rows)
     found = model(input_ids=ids, labels=labels, num_items_in_batch=count, **(options or {"fused_lm_head": True}))
@@ -106,27 +106,20 @@ def with_kernels(model):
     add_fused_lm_head(model)
 
 
-def of_head(weighted, **options):
-    return lambda model, rank, rows=ROWS: our_loss(model, weighted, rank, rows, **options)
-
-
+weighted_loss = functools.partial(our_loss, weighted=True)
 #: What serves a model, and its loss; whether log-probabilities, weighted, are in that of the plain model.
 KINDS = {
-    "log-probs": (add_fused_lm_head, of_head(True), True),
-    "loss": (add_fused_lm_head, of_head(False), False),
+    "log-probs": (add_fused_lm_head, weighted_loss, True),
+    "loss": (add_fused_lm_head, our_loss, False),
     "log-probs alone": (add_fused_lm_head, log_probs_alone, False),
-    "kernels": (with_kernels, of_head(True), True),
-    "patched": (patch_head, of_head(False, use_cache=False), False),
+    "kernels": (with_kernels, weighted_loss, True),
+    "patched": (patch_head, functools.partial(our_loss, use_cache=False), False),
     "pending": (prepare_head, pending_loss, False),
-    "shared prompts": (functools.partial(add_fused_lm_head, groups=True), of_head(True), True),
+    "shared prompts": (functools.partial(add_fused_lm_head, groups=True), weighted_loss, True),
 }
 
 
 # --- How the model is spread ------------------------------------------------------------------------------------------
-
-
-def ddp(model, **options):
-    return DistributedDataParallel(model, **options)
 
 
 def units(model, *, layers=False, parts=(), root=None, **options):
@@ -178,11 +171,11 @@ def sharded(*parts, **options):
 
 
 CASES = {
-    "DDP": Case(ddp),
-    "DDP, tied, checkpointing": Case(ddp, tied=True, checkpointing=True),
-    "DDP, unused parameters": Case(functools.partial(ddp, find_unused_parameters=True)),
-    "DDP, static graph": Case(functools.partial(ddp, static_graph=True)),
-    "DDP, first": Case(ddp, first=True),
+    "DDP": Case(DDP),
+    "DDP, tied, checkpointing": Case(DDP, tied=True, checkpointing=True),
+    "DDP, unused parameters": Case(functools.partial(DDP, find_unused_parameters=True)),
+    "DDP, static graph": Case(functools.partial(DDP, static_graph=True)),
+    "DDP, first": Case(DDP, first=True),
     "root": Case(units),
     "root, tied": Case(units, tied=True),
     "root, freed": Case(functools.partial(units, root=True)),
@@ -303,7 +296,7 @@ def shared_prompts_refused(rank):
     ours.config.num_hidden_layers += 1
     for step in range(2):
         positions = {} if rank or step else {"position_ids": torch.arange(LENGTH)[None]}
-        our_loss(spread, True, rank, fused_lm_head=True, **positions).backward()
+        weighted_loss(spread, rank, fused_lm_head=True, **positions).backward()
         plain_loss(plain, True).backward()
         check_gradients(ours, plain)
 
@@ -379,7 +372,7 @@ def tensor_parallel(rank):
         plan = ColwiseParallel(output_layouts=layout)
         parallelize_module(model, init_device_mesh(device_type(), (WORLD,)), {"lm_head": plan})
         with pytest.raises(TypeError, match="tensor parallelism"):
-            our_loss(model, False, 0)  # the same batch on both
+            our_loss(model, 0)  # the same batch on both
 
 
 def first_fsdp(rank):
@@ -390,11 +383,11 @@ def first_fsdp(rank):
         add_fused_lm_head(model)
         model.lm_head = FullyShardedDataParallel(model.lm_head, **options)
         with pytest.raises(TypeError, match="last layer"):
-            our_loss(FullyShardedDataParallel(model, **options), False, rank)
+            our_loss(FullyShardedDataParallel(model, **options), rank)
     plain, model = llama(), llama()
     add_fused_lm_head(model)
     spread = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.get_default_device())
-    our_loss(spread, True, rank).backward()
+    weighted_loss(spread, rank).backward()
     plain_loss(plain, True).backward()
     with FullyShardedDataParallel.summon_full_params(spread, with_grads=True):
         check_gradients(model, plain)

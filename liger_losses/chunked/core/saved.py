@@ -34,11 +34,7 @@ def pack(value: Any, tensors: dict[int, Tensor]) -> Any:
     keeps no tensor that was made in inference mode: a copy takes its place.
     """
     kind: Any = type(value)
-    names, parts = None, value
-    if isinstance(value, Tensor):
-        if id(value) not in tensors:
-            tensors[id(value)] = value.clone() if value.is_inference() else value
-        return Saved(list(tensors).index(id(value)))
+    names, parts, packed = None, value, list[Any]()
     if kind is dict:
         names, parts = tuple(value), value.values()
     elif hasattr(kind, "__dataclass_fields__") and kind.__eq__ is object.__eq__:
@@ -46,7 +42,16 @@ def pack(value: Any, tensors: dict[int, Tensor]) -> Any:
         parts = [getattr(value, name) for name in names]
     elif kind not in (list, tuple):
         return value
-    return Packed(kind, names, [part if type(part) in PLAIN else pack(part, tensors) for part in parts])
+    for part in parts:
+        if type(part) in PLAIN:
+            packed.append(part)
+        elif not isinstance(part, Tensor):
+            packed.append(pack(part, tensors))
+        else:
+            if id(part) not in tensors:
+                tensors[id(part)] = part.clone() if part.is_inference() else part
+            packed.append(Saved(list(tensors).index(id(part))))
+    return Packed(kind, names, packed)
 
 
 def unpack(value: Any, tensors: Sequence[Tensor]) -> Any:

@@ -8,10 +8,6 @@ import warnings
 import pytest
 import torch
 
-from liger_losses import patch
-
-#: Replaces a model's last layer and loss alone.
-patch_head = functools.partial(patch, norms=False, mlps=False, rope=False)
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
 SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 1}
 
@@ -46,6 +42,13 @@ def randomised(module):
     for p in module.parameters():
         p.data.copy_(torch.randn(p.shape, generator=g) / p.shape[-1] ** 0.5 + (p.dim() == 1))
     return module
+
+
+def patch_head(model, **options):
+    """Patch the last layer and the loss alone."""
+    from liger_losses import patch  # which tests without private names must not have imported
+
+    return patch(model, norms=False, mlps=False, rope=False, **options)
 
 
 @contextlib.contextmanager

@@ -144,6 +144,7 @@ if __name__ == "__main__":
     import triton.language  # noqa: F401
 
     small(vocab_size=13, num_hidden_layers=2)  # transformers is imported before names are absent
+    assert "liger_losses" not in sys.modules
     with pytest.MonkeyPatch.context() as patch:
         for name in AT_IMPORT[int(sys.argv[1])]:
             take_away(name, patch)

@@ -104,6 +104,12 @@ def inputs(dtype: torch.dtype = torch.float64, size: float = 1.0, gap: float = 1
     x.projected = liger_losses.projected_teacher(
         x.teacher_hidden, x.teacher_weight[: V - 4], (1 + drawn(V, V - 4, phase=11.0)).to_sparse_csr(), temperature=2.0
     )
+    wider = torch.cat([x.teacher_weight, 3 * x.teacher_weight[:2]])
+    x.shared_labels = x.labels.where(~x.mask, x.ids % (V - 2))  # of columns that the narrower teacher has too
+    x.wider = Teacher(x.teacher_hidden, wider, columns_correspond=True)
+    logits = x.teacher_hidden @ wider.t()
+    x.wider_logits = liger_losses.TeacherLogits(logits, columns_correspond=True)
+    x.wider_function = liger_losses.TeacherLogits(lambda at: logits.flatten(0, 1)[at], V + 2, columns_correspond=True)
     x.log_p = (x.hidden @ x.weight.t()).log_softmax(-1)
     x.log_q = (x.teacher_hidden @ x.teacher_weight.t()).log_softmax(-1)
     x.teacher_logits = liger_losses.TeacherLogits(2 * x.log_q)

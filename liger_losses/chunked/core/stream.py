@@ -9,8 +9,7 @@ T tokens of a target, N of them with a label, R of a block.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -371,12 +370,12 @@ class _Losses(torch.autograd.Function):
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        prepared = [functools.cache(loss.prepared) for loss in losses]
+        losses = [loss.prepared() for loss in losses]
         with device_of(streams[0].target.hidden), _without_autocast(streams[0].target.hidden.device):
-            total, outputs, ctx.gradients = _run(streams, prepared, leaves)
+            total, outputs, ctx.gradients = _run(streams, losses, leaves)
         if tensors:
             saved = dict[int, Tensor]()
-            ctx.packed = pack((streams, [loss() for loss in prepared], leaves), saved)
+            ctx.packed = pack((streams, losses, leaves), saved)
             ctx.save_for_backward(*saved.values())
         flat = list[Tensor]()
         for values in outputs:
@@ -394,7 +393,7 @@ class _Losses(torch.autograd.Function):
         with device_of(upstream), _without_autocast(upstream.device):
             if gradients is None:  # the first backward scaled them, and gave them away
                 streams, losses, leaves = unpack(ctx.packed, ctx.saved_tensors)
-                gradients = _run(streams, [loss.prepared for loss in losses], leaves)[2]
+                gradients = _run(streams, losses, leaves)[2]
             return None, None, None, None, *scaled(gradients, upstream)
 
 
@@ -407,7 +406,7 @@ def scaled(gradients: Sequence[Tensor | None], factor: Tensor) -> list[Tensor | 
 
 
 def _run(
-    streams: Sequence[Stream], losses: Sequence[Callable[[], TokenLoss]], leaves: Sequence[Leaf]
+    streams: Sequence[Stream], losses: Sequence[TokenLoss], leaves: Sequence[Leaf]
 ) -> tuple[Tensor, list[Values], list[Tensor | None]]:
     """The sum of losses, the numbers of each stream's tokens, and the gradient of each leaf."""
     grads, outputs, totals = Gradients(leaves), list[Values](), list[Tensor]()
@@ -430,7 +429,7 @@ def _run(
 
 def _run_part(
     stream: Stream,
-    loss: Callable[[], TokenLoss],
+    loss: TokenLoss,
     tokens: slice,
     grads: Gradients,
     totals: list[Tensor],
@@ -446,7 +445,7 @@ def _run_part(
             places = stream.places(rows)
             block = plan.block(stream.part(places), stream.asked, plan)
             values = stream.masked({s.name: block.constants[s.name] for s in stream.asked}, places)
-            total, upstream, more = token_losses(stream, loss(), values, places, plan.trains)
+            total, upstream, more = token_losses(stream, loss, values, places, plan.trains)
             totals.append(total)
             parts.append(values | more)
             hidden: Tensor | None = None

@@ -155,25 +155,23 @@ class TokenLoss:
 
     Args:
         function: from statistics by name, tensors and numbers to ``[R]``.
-        tensors: in the labels' shape, or with one more dimension; or 0-dim, one for all tokens. Or a function of them,
-            which is called once the first product is queued: a device need not wait for what only losses read.
+        tensors: in the labels' shape, or with one more dimension; or 0-dim, one for all tokens.
         numbers: constants.
         trained: in the labels' shape, bool: false for tokens whose losses are constant: no gradient product has them.
     """
 
     function: TokenFunction
-    tensors: dict[str, Tensor] | Callable[[], dict[str, Tensor]] = field(default_factory=dict)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
     numbers: Mapping[str, Any] = field(default_factory=dict)
     trained: Tensor | None = None
 
     def prepared(self) -> TokenLoss:
-        """The same with its tensors, detached."""
-        tensors = self.tensors if isinstance(self.tensors, dict) else self.tensors()
-        return replace(self, tensors={name: t.detach() if t.requires_grad else t for name, t in tensors.items()})
+        """The same with its tensors as constants."""
+        tensors = {name: t.detach() if t.requires_grad else t for name, t in self.tensors.items()}
+        return replace(self, tensors=tensors)
 
     def __call__(self, values: Mapping[str, Tensor], rows: Rows, dims: int) -> tuple[Tensor, Any, dict[str, Tensor]]:
         """The losses of these tokens, of labels that have so many dimensions; derivatives, and further numbers."""
-        assert isinstance(self.tensors, dict)
         read = {name: rows_of(t, rows, t.dim() - dims) if t.dim() else t for name, t in self.tensors.items()}
         result = self.function(values, **read, **self.numbers)
         losses, derivatives, more = (*result, {}, {})[:3] if isinstance(result, tuple) else (result, None, {})

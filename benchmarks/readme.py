@@ -1,6 +1,6 @@
 """Measures what README.md and docs/performance.md show, on one GPU, prints their tables, and draws README's picture.
 
-``python -m benchmarks.readme [--only steps|losses] [--rounds 6] [--out FILE.json]``. A file that ``--out`` names keeps
+``python -m benchmarks.readme [--only REGEX] [--rounds 6] [--out FILE.json]``. A file that ``--out`` names keeps
 its other rows; ``--draw`` only prints and draws it. Providers take turns.
 """
 
@@ -50,10 +50,10 @@ OF_TRL = {"plain": "plain", "TRL+liger-kernel": "liger-kernel", "TRL": "TRL", "o
 OF_LOSSES = {"plain torch": "plain", "liger-kernel": "liger-kernel", "TRL": "TRL", "ours": "ours"}
 
 
-def of_steps(rounds: int, device: torch.device, tiny: bool) -> list[dict[str, Any]]:
+def of_steps(only: str, rounds: int, device: torch.device, tiny: bool) -> list[dict[str, Any]]:
     """Training steps: tokens per second and peak memory."""
     rows = []
-    for name, wanted in STEPS.items():
+    for name, wanted in [row for row in STEPS.items() if re.search(only, row[0])]:
         case = next(case for case in steps.CASES if case.name == wanted)
         columns = {provider: provider for provider in steps.SFT} if case.task == "SFT" else OF_TRL
         case = replace(case, model="tiny", sequences=4, length=32) if tiny else case
@@ -64,10 +64,10 @@ def of_steps(rounds: int, device: torch.device, tiny: bool) -> list[dict[str, An
     return rows
 
 
-def of_losses(rounds: int, device: torch.device, tiny: bool) -> list[dict[str, Any]]:
+def of_losses(only: str, rounds: int, device: torch.device, tiny: bool) -> list[dict[str, Any]]:
     """Losses on the head, at their first shape: milliseconds, and memory beyond inputs and outputs."""
     rows = []
-    for name, wanted in LOSSES.items():
+    for name, wanted in [row for row in LOSSES.items() if re.search(only, row[0])]:
         benchmark = next(benchmark for benchmark in BENCHMARKS if benchmark.name == wanted)
         providers = {name: made for name, made in benchmark.providers.items() if name in OF_LOSSES}
         shape = shapes_for(benchmark, device, tiny)[0]
@@ -142,7 +142,7 @@ def main() -> None:
     """Measure, print, write and draw."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="a JSON file; the rows go beside it as .txt, and the picture as .png")
-    parser.add_argument("--only", choices=("steps", "losses"))
+    parser.add_argument("--only", default="", help="a regular expression that the names of rows match")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--draw", action="store_true", help="only print and draw the rows of the file")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, on a CPU too: to see that everything runs")
@@ -150,8 +150,8 @@ def main() -> None:
     kept: dict[str, Any] = json.loads(options.out.read_text()) if options.out and options.out.exists() else {"rows": []}
     if not options.draw:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        rows = [] if options.only == "losses" else of_steps(options.rounds, device, options.tiny)
-        rows += [] if options.only == "steps" else of_losses(options.rounds, device, options.tiny)
+        chosen = options.only, options.rounds, device, options.tiny
+        rows = of_steps(*chosen) + of_losses(*chosen)
         measured = {row["name"] for row in rows}
         kept = {**about(device), "rows": [row for row in kept["rows"] if row["name"] not in measured] + rows}
     print(*tables(kept["rows"]), sep="\n")

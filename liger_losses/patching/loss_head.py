@@ -175,8 +175,9 @@ class LossHead(Replacement):
             return cls(("forward",), quantized=True)
         forward = vars(module).get("forward")
         if forward is not None and hasattr(getattr(module, "weight", None), "full_tensor"):
+            like = torch.empty((), dtype=torch.float32)
             try:  # of small weights, as fully_shard gathers them
-                _small_logits(module, lambda layer, x: forward(x), torch.float32, torch.float32)
+                _small_logits(module, lambda layer, x: forward(x), like, like.dtype)
             except Mismatch:  # it exchanges messages, because its rows are on several processes
                 _match_shared(module, forward)
                 module.forward = partial(_shared_forward, forward, module)
@@ -359,12 +360,11 @@ def _pending(layers: list[Any]) -> Iterator[None]:
         for unit in layer.modules():
             if hasattr(unit, "set_reshard_after_forward"):
                 _do_not_reshard(unit)
-    before = _thread.pending
-    _thread.pending = (*before, *layers)
+    _thread.pending += tuple(layers)
     try:
         yield
-    finally:
-        _thread.pending = before
+    finally:  # those of contexts that have begun since may end later
+        _thread.pending = tuple([layer for layer in _thread.pending if layer not in layers])
 
 
 @outside_graphs
@@ -520,24 +520,25 @@ def transform_of(layer: nn.Module, hidden_states: Tensor) -> LogitTransform:
 
     Args:
         layer: with a weight and, where it has one, a bias.
-        hidden_states: what its forward takes; they are not read.
+        hidden_states: what its forward takes, of which dtype and device are read.
     """
     if is_weight_and_bias(layer):
         return LogitTransform()
     weight: Any = layer.weight
-    logits, arguments = _small_logits(layer, type(layer).forward, hidden_states.dtype, weight.dtype)
+    logits, arguments = _small_logits(layer, type(layer).forward, hidden_states, weight.dtype)
     if [tensor.data_ptr() for tensor in logits.tensors] != [tensor.data_ptr() for tensor in arguments]:
         raise Mismatch("its product is of another input, weight or bias than the layer's")
     return logits.head.transform
 
 
 def _small_logits(
-    layer: Any, forward: Callable[[Any, Tensor], Any], dtype: torch.dtype, weight_dtype: torch.dtype
+    layer: Any, forward: Callable[[Any, Tensor], Any], like: Tensor, weight_dtype: torch.dtype
 ) -> tuple[PendingLogits, list[Tensor]]:
-    """What ``forward(layer, hidden states)`` returns of small ones and of parameters on the CPU, and these."""
-    hidden = torch.zeros(1, 3, probing.shape_of(layer.weight)[1], dtype=dtype)
+    """What ``forward(layer, hidden states)`` returns of small ones and of small parameters, and these."""
+    # Autocast may be on for the device of ``like``, and for no other.
+    hidden = torch.zeros(1, 3, probing.shape_of(layer.weight)[1], dtype=like.dtype, device=like.device)
     shapes = {"weight": (5, hidden.shape[-1])} | ({} if getattr(layer, "bias", None) is None else {"bias": (5,)})
-    small = {name: torch.zeros(shape, dtype=weight_dtype) for name, shape in shapes.items()}
+    small = {name: torch.zeros(shape, dtype=weight_dtype, device=like.device) for name, shape in shapes.items()}
     with Products():
         try:
             logits = probing.call_with(small, forward, layer, hidden)

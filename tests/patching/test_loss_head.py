@@ -434,3 +434,14 @@ def test_a_context_is_of_its_models_and_its_thread():
         assert isinstance(model(ids).logits, PendingLogits)
     assert found == [torch.Tensor, type(None)]
     assert type(model(ids).logits) is torch.Tensor
+
+
+def test_of_two_contexts_the_first_may_end_first():
+    """As those of generators that take turns."""
+    models, contexts, ids = (llama(), llama()), [contextlib.ExitStack() for _ in range(2)], batch()["input_ids"]
+    for model, context in zip(models, contexts, strict=True):
+        patch_head(model)
+        context.enter_context(pending_logits(model))
+    for context, expected in zip(contexts, ([torch.Tensor, PendingLogits], [torch.Tensor] * 2), strict=True):
+        context.close()
+        assert [type(model(ids).logits) for model in models] == expected

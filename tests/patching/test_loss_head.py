@@ -135,7 +135,7 @@ def own_loss(outputs, labels, num_items_in_batch=None):
 def test_a_trainer_computes_its_loss_without_logits(smoothing, function, wrapped, tmp_path, one_process, monkeypatch):
     """Also in DistributedDataParallel that looks for unused parameters, as the Trainer's does."""
     rows = [{key: value[i % B] for key, value in batch().items()} for i in range(8)]
-    found, options = [], {"use_cpu": True, "report_to": [], "save_strategy": "no", "disable_tqdm": True}
+    found, logits, options = [], [], {"use_cpu": True, "report_to": [], "save_strategy": "no", "disable_tqdm": True}
     options |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 2, "logging_steps": 1}
     options |= {"learning_rate": 1e-2, "label_smoothing_factor": smoothing}
     for model in plain_and_patched():
@@ -144,11 +144,13 @@ def test_a_trainer_computes_its_loss_without_logits(smoothing, function, wrapped
         if wrapped:
             unused = DistributedDataParallel(model, find_unused_parameters=True)
             monkeypatch.setattr(trainer, "_wrap_model", lambda *_, unused=unused, **__: unused)
+        model.lm_head.register_forward_hook(lambda *given: logits.append(type(given[-1])))
         with without_logits():
             trainer.train()
         log = [(row["loss"], row["grad_norm"]) for row in trainer.state.log_history if "grad_norm" in row]
         found.append((torch.tensor(log), {key: p.detach() for key, p in model.named_parameters()}))
     assert len(found[0][0]) == 2
+    assert logits == [torch.Tensor] * (len(logits) // 2) + [PendingLogits] * (len(logits) // 2)
     assert_same(found[1], found[0], rtol=2e-3, atol=1e-4)
 
 
@@ -269,11 +271,21 @@ def test_heads_that_do_more_compute_their_logits(name):
         assert_same(step(patched), step(plain))
 
 
+def test_an_embedding_computes_its_logits():
+    model = llama()
+    model.set_output_embeddings(model.get_input_embeddings())
+    (entry,) = patch_head(model).left
+    assert entry.reason == "it is no layer that multiplies hidden states"
+
+
 REGISTER = {
     "hook": lambda head, function: head.register_full_backward_hook(lambda _, inputs, outputs: function(outputs[0])),
     "pre-hook": lambda head, function: head.register_full_backward_pre_hook(lambda _, outputs: function(outputs[0])),
     "hook of all modules": lambda head, function: nn.modules.module.register_module_full_backward_hook(
         lambda module, inputs, outputs: function(outputs[0]) if module is head else None
+    ),
+    "pre-hook of all modules": lambda head, function: nn.modules.module.register_module_full_backward_pre_hook(
+        lambda module, outputs: function(outputs[0]) if module is head else None
     ),
 }
 

@@ -114,6 +114,7 @@ EAGER = {
     "index_select": lambda z, y: chosen(z.index_select(1, torch.tensor([3, 1])), y[:, [3, 1]]),
     "one column": lambda z, y: z[..., 3].square().sum() + z.narrow(-1, 2, 5).logsumexp(-1).sum(),
     "largest": lambda z, y: z.topk(4).values.square().sum(),
+    "smallest": lambda z, y: (-z.log_softmax(-1)).topk(2).values.sum() + z.topk(2, largest=False).values.sum(),
     "max": lambda z, y: z.max(-1).values.sum(),
     "several columns": lambda z, y: z.log_softmax(-1).gather(-1, y.clamp(min=0)[..., None].expand(-1, -1, 2)).sum(),
     "deprecated arguments": lambda z, y: (
@@ -135,6 +136,9 @@ EAGER = {
         (taught(z).softmax(-1).gather(-1, SEVERAL) * z.gather(-1, SEVERAL)).sum()
         + (z + taught(z).softmax(-1)).logsumexp(-1).sum()
     ),
+    "scaled log-probabilities": lambda z, y: (z.log_softmax(-1) * 0.5).mean(-1).square().sum(),
+    "some log-probabilities": lambda z, y: z.log_softmax(-1)[..., :4].mean(-1).square().sum(),
+    "a sum with what was computed": lambda z, y: [z.clone(), z.mul_(2.0)][0].add(z).logsumexp(-1).sum(),
     "negative scale": lambda z, y: (z * -1.0).tanh().mul(-2.0).logsumexp(-1).sum(),
 }
 #: The same in other words, and at the ends of dimensions.
@@ -154,6 +158,12 @@ SPELLINGS = [
     lambda z, y: z.split([V - 1, 1], -1)[0].logsumexp(-1).sum() + z.unbind(-1)[1].sum(),
     lambda z, y: z[..., :3].split(3, -1)[0].logsumexp(-1).sum(),
 ]
+
+
+@pytest.mark.filterwarnings("error")
+def test_values_that_are_fewer_than_the_hidden_states_are_computed_in_silence():
+    hidden, weight, *_ = problem()
+    torch.testing.assert_close(pending(hidden, weight[:2]).sigmoid(), F.linear(hidden, weight[:2]).sigmoid())
 
 
 @pytest.mark.filterwarnings("ignore:.*needs the values")

@@ -169,9 +169,13 @@ def test_what_is_left_as_it_is():
     def another_weight(head):
         vars(head)["_unpack"] = lambda packed: type(head)._unpack(head, packed) ^ 1
 
+    def other_last_rows(head):
+        vars(head)["dequantize_weight"] = lambda: type(head).dequantize_weight(head) * (torch.arange(V) < V - 9)
+
     for change, words in (
         (lambda head: vars(head).update(forward=lambda hidden: hidden), "its forward was replaced on the instance"),
         (another_weight, "something else than the product with its dequantized rows"),
+        (other_last_rows, "something else than the product with its dequantized rows"),
         (lambda head: vars(head).update(bits=3), "GPTQ's layout"),
         (lambda head: head.to("meta"), "meta device"),
     ):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from liger_losses import Divergence, Head, functional
+from liger_losses.patching.operations import NeedsValues
 from liger_losses.patching.pending import PendingLogits, pending_product
 from liger_losses.places import around
 from liger_losses.trl import enable, enabled, experimental
@@ -35,11 +36,14 @@ def test_ordinary_logits_take_trls_function():
     from trl.trainer import utils
 
     ours, theirs = (module.selective_log_softmax_and_entropy for module in (experimental, utils))
-    hidden, weight, ids = torch.randn(2, 5, 6), torch.randn(23, 6), torch.randint(23, (2, 5))
+    hidden, weight, ids = torch.randn(2, 5, 6, requires_grad=True), torch.randn(23, 6), torch.randint(23, (2, 5))
     expected = theirs(hidden @ weight.T, ids, entropy_requires_grad=False)
     for logits in (hidden @ weight.T, pending(hidden, weight)):
         found = experimental.with_replacement(ours, theirs, logits, ids, entropy_requires_grad=False)
         torch.testing.assert_close(found, expected)
+        assert [values.requires_grad for values in found] == [True, False]
+    with pytest.raises(NeedsValues):  # of each token
+        experimental.generalized_jsd_loss(logits, hidden @ weight.T, ids, reduction="none")
 
 
 def test_trainable_tokens_of_a_tied_head_train(tmp_path):

@@ -127,6 +127,9 @@ def test_the_forward_without_it_is_the_models_own():
         model(input_ids=ids, labels=ids, fused_lm_head=True)
         after = model(input_ids=ids, labels=ids)
         assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False), generated)
+    own = model.forward
+    add_fused_lm_head(model)
+    assert model.forward is own  # again, it is as it was
     assert torch.equal(before.logits, after.logits)
     assert torch.equal(before.loss, after.loss)
     other = copy.deepcopy(model)

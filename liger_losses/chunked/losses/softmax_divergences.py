@@ -205,7 +205,8 @@ def largest_of(
 ) -> TeacherTopK:
     """A teacher's largest columns; its logits are computed once, and not again for the student."""
     states, head = teacher.local_hidden_states, _at(teacher.head, temperature)
-    largest = linear_topk(states, head, k, _active(labels, options), rest=rest, options=options)
+    labels, options = _active(labels, options)
+    largest = linear_topk(states, head, k, labels, rest=rest, options=options)
     return TeacherTopK(largest.logps, largest.ids, tail, largest.rest)
 
 
@@ -214,7 +215,7 @@ def at_largest_of(
     hidden: Tensor, head: Head, k: int, teacher: Teacher | TeacherLogits, labels: Tensor, tail: str, options: Any
 ) -> TeacherTopK:
     """A teacher's log-probabilities of the student's largest columns, at the temperature of the student's head."""
-    labels, temperature = _active(labels, options), head.transform.temperature
+    (labels, options), temperature = _active(labels, options), head.transform.temperature
     columns = linear_topk(hidden, head, k, labels, options=options).ids
     if isinstance(teacher, Teacher):
         target = target_of(teacher.local_hidden_states, _at(teacher.head, temperature), labels, selected=columns)
@@ -232,9 +233,12 @@ def at_largest_of(
     return TeacherTopK(logps.view(columns.shape), columns, tail)
 
 
-def _active(labels: Any, options: EngineOptions) -> Any:
-    """Labels that say which tokens are masked, and nothing else: the other model's vocabulary may lack them."""
-    return labels if labels is None else torch.where(labels == options.ignore_index, labels, 0)
+def _active(labels: Any, options: EngineOptions) -> tuple[Any, EngineOptions]:
+    """Labels that say which tokens are masked, and nothing else, as the other model's vocabulary may lack them; and
+    options that ignore what is masked. (The given ones may ignore the label 0.)"""
+    masked = -100
+    labels = labels if labels is None else torch.where(labels == options.ignore_index, masked, 0)
+    return labels, replace(options, ignore_index=masked)
 
 
 def _at(head: Head, temperature: float | Tensor) -> Head:

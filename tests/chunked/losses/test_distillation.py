@@ -28,6 +28,21 @@ def problem(dtype=torch.float64):
 KINDS = ll.Divergence.forward_kl(), ll.Divergence.reverse_kl(), ll.Divergence.mixture(0.3, 0.3, 0.7)
 
 
+@pytest.mark.parametrize("of", ["student", "teacher"])
+def test_the_largest_columns_with_any_ignored_label(of):
+    """Of the label 0, as of any other, whatever stands for the active tokens in the other model's pass."""
+    hidden, weight, labels, (states, teacher) = problem()
+    labels = torch.where(labels == 0, 1, labels)
+    kinds = [ll.Teacher(states, teacher)] + [ll.TeacherLogits(states @ teacher.t())] * (of == "student")
+    for taught in kinds:
+        found = []
+        for ignored in (-100, 0):
+            loss = ReverseKL(0.5, 1.0, top_k=5, top_k_of=of, ignore_index=ignored)
+            value, _ = loss(weight, hidden, torch.where(labels == -100, ignored, labels), taught)
+            found.append((value, *torch.autograd.grad(value, (hidden, weight))))
+        torch.testing.assert_close(*found)
+
+
 @pytest.mark.parametrize("active", [1, 0])
 @pytest.mark.parametrize("compact", [True, False])
 def test_the_temperature_of_a_masked_token_may_be_anything(compact, active):

@@ -199,6 +199,18 @@ def test_fused_linear_jsd(installed):
         assert torch.autograd.grad(found, (hidden, wide), allow_unused=True)[1] is None
 
 
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("kind", [losses.LigerFusedLinearJSD, losses.LigerFusedLinearKLDivLoss])
+def test_labels_that_only_mask_may_ignore_0(kind, given):
+    hidden, weight, wide = normal(4, 8), normal(17, 8, seed=1), normal(4, 17, seed=2)
+    labels = torch.tensor([0, 1, 2, 0])
+    taught = (wide, torch.eye(17)) if kind is losses.LigerFusedLinearJSD else (wide.softmax(-1),)
+    found = kind(ignore_index=0)(hidden, weight, *taught, labels if given else None)
+    expected = kind()(hidden, weight, *taught, labels.masked_fill(labels == 0, -100) if given else None)
+    torch.testing.assert_close(found, expected)
+    assert found > 0
+
+
 @pytest.mark.parametrize("correction", [None, (0.0, 1.3, "clamp"), (0.8, 1.3), (0.8, 1.2, "drop", "ppo")])
 @pytest.mark.parametrize("centers", [True, False])
 def test_score_centering(correction, centers):

@@ -93,10 +93,11 @@ def scaled_cross_entropy_tp(
 def _active(shift_labels: Any, hidden: Any, ignore_index: int) -> Tensor:
     """Labels that say which tokens are active: a teacher's labels may lie outside of the student's vocabulary."""
     check_tensor("student_input", hidden)
+    active = int(ignore_index == 0)  # a label that is not ignored
     if shift_labels is None:
-        return torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
+        return torch.full(hidden.shape[:-1], active, dtype=torch.int64, device=hidden.device)
     check_labels(shift_labels)
-    return torch.where(shift_labels == ignore_index, ignore_index, 0)
+    return torch.where(shift_labels == ignore_index, ignore_index, active)
 
 
 class LigerFusedLinearJSD(liger_losses.LigerFusedLinearJSDLoss):

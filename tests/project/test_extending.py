@@ -126,6 +126,17 @@ def test_an_objective_declares_options_for_a_sweep(coupled):
     assert "power" not in repr(other)
 
 
+@pytest.mark.usefixtures("registered")
+def test_an_objective_finds_the_defaults_of_its_options_among_those_of_the_loss():
+    def scaled(log_ratio, logps, advantages, options, factor=2.0):
+        return log_ratio * advantages * options.objective_options["factor"]
+
+    register_objective("scaled", scaled)
+    logps, ones, options = torch.full((4, 5), -1.0), torch.ones(4, 5), {"loss_type": "scaled", "beta": 0.0}
+    value = functional.grpo_loss(logps, ones[:, 0], ones, old_logps=logps - 0.5, **options)
+    torch.testing.assert_close(value, torch.tensor(-1.0))
+
+
 class OfTokens(PreferenceLoss):
     def pair_loss(self, pairs):
         return (pairs.rejected_token_logps - pairs.chosen_token_logps).clamp(min=-1).sum(-1) * self.beta

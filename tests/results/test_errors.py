@@ -213,6 +213,7 @@ WRONG = [
     (lambda h, w, y: weighted(h, w, y), "weights must be a dictionary such as"),
     (lambda h, w, y: JSD()(w, h, y, TeacherLogits([1.0])), r"takes logits \[..., Vt\].*got list"),
     (lambda h, w, y: JSD()(w, h, y, TeacherLogits(ONES[0])), "got Tensor without dimensions"),
+    (lambda h, w, y: KL()(w, None, y, Teacher(h, w)), "hidden_states must be a tensor, got NoneType"),
     (lambda h, w, y: KL(top_k=62)(w, h, y, Teacher(h, w)), "at most the 61 columns of the head, got 62"),
     (lambda h, w, y: JSD()(w, h, y, Teacher(h, w, columns_correspond="no")), "must be True or False, got 'no'"),
     (lambda h, w, y: JSD()(w, h, y, TeacherLogits(h @ w.T, columns_correspond="no")), "True or False, got 'no'"),

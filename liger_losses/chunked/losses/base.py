@@ -204,7 +204,7 @@ class ChunkedLoss(nn.Module):
         """Add what follows from the class's options, constructor and call."""
         init: Any = vars(cls).get("__init__")
         cls.options_type = getattr(init, "options_type", cls.options_type)
-        cls.positions = cls.positions.split() if isinstance(cls.positions, str) else cls.positions
+        cls.positions = tuple(cls.positions.split()) if isinstance(cls.positions, str) else cls.positions
         if hasattr(init, "options_type") and list(inspect.signature(init).parameters) == ["self"]:
             del cls.__init__
         elif init is not None:  # torch.compile cannot trace it

@@ -238,6 +238,7 @@ class DistillationLoss(ChunkedLoss):
         head = Head.of(weight, student_bias if bias is None else bias, o.transform)
         labels, which = self.labels(labels), o.which
         mask, hard = labels != o.ignore_index, o.weight_hard_loss != 0 or o.return_soft_hard_loss
+        checks.check_tensor("hidden_states", hidden, allow_dtensor=True)
         dtype, t = wide(hidden.dtype), o.temperature
         if temperature is not None:
             self.check_one_temperature(temperature)

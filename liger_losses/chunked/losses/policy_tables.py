@@ -459,7 +459,7 @@ class PolicyOptions:
             check_range(name, value, -math.inf, math.inf)
         object.__setattr__(self, "declared", declared)
         options: Any = {name: getattr(self, name) for name in PolicyOptions.__match_args__}
-        defaults = {"epsilon_high": 0.2, **self.mask.bounds, **row.defaults}
+        defaults = {"epsilon_high": 0.2, "objective_options": declared or None, **self.mask.bounds, **row.defaults}
         missing = {n: defaults[n] for n, value in options.items() if value is None and defaults.get(n) is not None}
         complete = type(self) is PolicyOptions and not missing
         object.__setattr__(self, "values", self if complete else PolicyOptions(**options | missing))

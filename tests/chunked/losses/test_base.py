@@ -145,3 +145,10 @@ def test_options_may_be_decorated_and_do_not_change():
         assert dataclasses.replace(options, ignore_index=3).ignore_index == 3
         if kind is not LossOptions:
             assert kind(scale=2.0).scale == 2.0
+
+
+def test_a_subclass_adds_to_the_options_by_position():
+    class Longer(KL):
+        positions = (*KL.positions, "softcap")
+
+    assert Longer.positions == KL.positions + ("softcap",)

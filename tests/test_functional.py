@@ -29,3 +29,9 @@ def test_it_is_documented_and_its_example_runs():
     names: dict = {}
     exec(code, names)
     assert names["chosen"].grad.isfinite().all()
+
+
+def test_kto_compares_log_ratios_with_the_divergence():
+    logps, ref, desirable = torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0]), torch.tensor([True, False])
+    found = functional.kto_loss(logps, ref, desirable, kl=0.4, beta=0.3)
+    torch.testing.assert_close(found, 1 - torch.sigmoid(0.3 * torch.tensor([0.5 - 0.4, 1.0 + 0.4])))

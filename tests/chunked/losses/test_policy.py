@@ -63,6 +63,11 @@ def test_tokens_that_do_not_act_have_no_objective(loss_type):
     assert not torch.autograd.grad(loss, logps)[0].any()
 
 
+def test_tokens_without_advantage_are_not_imitated():
+    options = {"loss_type": "reinforce", "beta": 0.0, "positive_nll": 0.3}
+    assert functional.grpo_loss(LOGPS, torch.zeros_like(ADVANTAGES), MASK, **options) == 0
+
+
 @pytest.mark.parametrize("with_old", [False, True])
 @pytest.mark.parametrize(
     "options",

@@ -537,6 +537,7 @@ def test_bad_input_is_found_before_any_projection():
         (lambda: CE(ce_weight=torch.ones(61))(WEIGHT, HIDDEN, outside), "labels must be in"),
         (lambda: DPO(use_ref_model=False)(WEIGHT, HIDDEN, outside), "labels must be in"),
         (lambda: CE()([WEIGHT] * 3, HIDDEN, [LABELS, LABELS, outside]), r"labels must be in \[0, 61\)"),
+        (lambda: Cosine(top_k=3)(WEIGHT, HIDDEN, LABELS, Teacher(HIDDEN, WEIGHT)), "cosine needs all logits"),
         (
             lambda: DPO()(WEIGHT, HIDDEN, LABELS, None, HIDDEN, torch.randn(61, 7)),
             r"of the reference model.*hidden_states must be \[..., 7\]",

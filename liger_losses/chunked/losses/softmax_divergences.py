@@ -288,6 +288,11 @@ def loss_over_columns(
     """
     mask, hard, top_k, tail, options = labels != o.ignore_index, weights.get("logp"), o.top_k, o.tail, o.engine
     check_no_temperature("student", head.transform.temperature)
+    if o.which.form == "cosine":
+        raise ValueError(
+            "the cosine needs all logits of both models: leave top_k= out, and give Teacher(hidden_states, weight) or "
+            "TeacherLogits(logits)."
+        )
     compared = _at(head, temperature)
     if top_k:
         kinds = (Teacher, TeacherLogits) if o.top_k_of == "student" else (Teacher,)
@@ -301,11 +306,6 @@ def loss_over_columns(
             teacher = largest_of(teacher, top_k, labels, temperature, tail, tail == "bucket", options)
         else:
             teacher = at_largest_of(hidden, compared, top_k, teacher, labels, tail, options)
-    if o.which.form == "cosine":
-        raise ValueError(
-            "the cosine needs all logits of both models: leave top_k= out, and give Teacher(hidden_states, weight) or "
-            "TeacherLogits(logits)."
-        )
     # At one temperature, over the same columns, both losses read one block.
     together = hard is not None and compared.vocab_size == head.vocab_size
     together = together and not isinstance(temperature, Tensor) and temperature == 1.0

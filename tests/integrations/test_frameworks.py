@@ -50,17 +50,6 @@ def test_a_head_and_what_it_makes_of_its_logits(name, bias, sharded, one_process
     assert "forward" not in vars(head)
 
 
-def test_hidden_states_in_half_precision_under_autocast():
-    """Of their device: on a GPU, autocast is off for the CPU."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    hidden, _, labels, _ = problem(n=24)
-    hidden, head = hidden.detach().bfloat16().to(device), head_of("Scaled", soft_capped, device=device)
-    with torch.autocast(device, torch.bfloat16):
-        loss = torchtitan.cross_entropy_in_forward(head, hidden, labels.to(device))
-        expected = F.cross_entropy(head(hidden), labels.to(device), reduction="sum")
-    torch.testing.assert_close(loss, expected, rtol=0.01, atol=0.0)
-
-
 def test_a_head_of_tensor_parallelism(one_process):
     """Hidden states and rows of the weight are DTensors of one mesh."""
     from torch.distributed.device_mesh import init_device_mesh

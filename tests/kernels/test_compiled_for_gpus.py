@@ -25,11 +25,7 @@ MOST_SPILLED = 64
 #: more than 8192 entries, of which backward holds four to nine values in the registers of one program, where reading
 #: the rows twice would move more bytes.
 SPILLED = {
-    "sm_90": {
-        "linear_exp._hard_rows_kernel": 232,
-        "rms_norm._backward_kernel": 1264,
-        "rms_norm._forward_kernel": 456,
-    }
+    "sm_90": {"linear_exp._hard_rows_kernel": 232, "rms_norm._backward_kernel": 1264, "rms_norm._forward_kernel": 456}
 }
 #: The same of one call, which was not measured.
 SPILLED_BY_CALL = {

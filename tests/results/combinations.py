@@ -22,19 +22,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import liger_losses as ll
-from tests.reference import (
-    DIVERGENCES,
-    NAMES,
-    Int8Weight,
-    assert_as_exact_as_plain,
-    divergence,
-    formula,
-    plain_logits,
-    plain_statistics,
-    relative_error,
-    rounding,
-    tensors_of,
-)
+from tests import reference
+from tests.reference import Int8Weight, formula, rounding
 from tests.results import losses
 from tests.results.losses import LOSSES, Part
 from tests.seam import REGISTERED, LowRank, leave_out_zero_rows, read_rows_up_to
@@ -66,7 +55,7 @@ COLUMNS: dict[str, tuple[Any, ...]] = {
     "asks": (
         *("logp", "statistics", "metrics", "registered", "token loss", "selected", "largest"),
         "token loss, derivatives",
-        *("kept", "kept, ragged", *DIVERGENCES, "cosine"),
+        *("kept", "kept, ragged", *reference.DIVERGENCES, "cosine"),
         *(f"loss: {name}" for name in WITH_FORMULA),
     ),
     "weight": ("dense", "frozen", "quantized", "adapters", "quantized with adapters"),
@@ -105,7 +94,7 @@ class Row(make_dataclass("Values", [(name, Any, values[0]) for name, values in E
 
     @property
     def compares(self) -> bool:
-        return self.asks in (*DIVERGENCES, "cosine")
+        return self.asks in (*reference.DIVERGENCES, "cosine")
 
     @property
     def loss(self) -> str | None:
@@ -124,7 +113,7 @@ class Row(make_dataclass("Values", [(name, Any, values[0]) for name, values in E
     @property
     def statistics(self) -> tuple[str, ...]:
         """Those that are differentiated, where a call asks for statistics."""
-        return {"statistics": NAMES, "entropy": ("entropy", "mean_logp")}.get(self.asks, ("logp",))
+        return {"statistics": reference.NAMES, "entropy": ("entropy", "mean_logp")}.get(self.asks, ("logp",))
 
     @property
     def count(self) -> int:
@@ -342,7 +331,7 @@ def plain(row: Row, given: Inputs) -> list[Tensor]:
         if row.adapted:
             weight = weight + 0.5 * t[f"b {head}"] @ t[f"a {head}"]
         own = {"temperature": 1.0 if row.of_teacher else temperature, **transform_of(row)}
-        logits = plain_logits(hidden, weight, bias, **own)
+        logits = reference.plain_logits(hidden, weight, bias, **own)
         logits, active = logits.to(torch.promote_types(logits.dtype, torch.float32)), labels != -100
         if row.compares:
             found += _plain_divergence(row, logits, t, temperature, labels)
@@ -368,7 +357,7 @@ def plain(row: Row, given: Inputs) -> list[Tensor]:
             found += [of_columns.where(active[..., None], 0.0)]
             found += [logps.gather(-1, labels.clamp(min=0)[..., None])[..., 0].where(active, 0.0)]
         else:
-            values = plain_statistics(hidden, weight, labels, bias, class_weight(row, hidden.dtype), **own)
+            values = reference.plain_statistics(hidden, weight, labels, bias, class_weight(row, hidden.dtype), **own)
             if row.asks.startswith("token loss"):
                 found += [_token_loss(values, labels, torch.ones(())).where(active, 0.0).sum()]
             else:
@@ -465,10 +454,10 @@ def found_by(row: Row, given: Inputs, part: Any = None, workspace: int | None = 
         d = {**_batch(row, given), "h": hidden[0]}
         if row.ranks == "DTensor" and row.loss != "KL, logits":
             ref, d["other"] = ll.Head(on_mesh(theirs, Shard(0))), on_mesh(d["other"], Replicate())
-        return tensors_of(LOSSES[row.loss](heads[0], ref, d, **how))[:1]
+        return reference.tensors_of(LOSSES[row.loss](heads[0], ref, d, **how))[:1]
     options = ll.EngineOptions(strategy=row.strategy, **how)
     if row.compares:
-        given_to = hidden[0], heads[0], labels[0], _teacher(row, given), divergence(row.asks)
+        given_to = hidden[0], heads[0], labels[0], _teacher(row, given), reference.divergence(row.asks)
         found = ll.linear_divergence(*given_to, logp=True, temperature=_temperature(row, labels), options=options)
         return [found.divergence, found.logp]
     if row.kept:
@@ -624,8 +613,8 @@ def check(row: Row, part: Part | None = None) -> None:
         if part is not None and name.split()[0] in ("weight", "bias", "b"):
             a, p, e, *rest = (gradient[part.rows] for gradient in (a, p, e, *rest))
         assert a.dtype == given.tensors[name].dtype
-        least = max(floor, *[slack * relative_error(other, e) for other in rest])
-        assert_as_exact_as_plain(a, p, e, f"the gradient of {name}", slack, least, size)
+        least = max(floor, *[slack * reference.relative_error(other, e) for other in rest])
+        reference.assert_as_exact_as_plain(a, p, e, f"the gradient of {name}", slack, least, size)
 
 
 def of_rounded_inputs(row: Row, wide: Inputs, seed: int) -> tuple[list[Tensor], list[Tensor]]:

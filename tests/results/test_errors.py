@@ -15,35 +15,24 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import liger_losses as ll
 from liger_losses import (
     ChunkedLoss,
     Completions,
-    DistillationLoss,
     Divergence,
     EngineOptions,
     Head,
     LogitTransform,
-    PreferenceLoss,
-    QuantizedWeight,
     Teacher,
     TeacherLogits,
-    Teachers,
     TeacherTopK,
     TokenSupport,
     assert_no_logits,
-    linear_divergence,
-    linear_divergence_loss,
-    linear_labels_loss,
     linear_logps,
     linear_statistics,
     linear_token_loss,
-    linear_topk,
     patch,
-    projected_teacher,
-    register_quantized_weight,
     register_statistic,
-    set_default_workspace,
-    split_by_coefficient,
     workspace,
 )
 from liger_losses import functional as F
@@ -88,7 +77,7 @@ def taught(h, w, y, teacher, **options):
 
 
 def weighted(h, w, y, **weights):
-    return linear_divergence_loss(h, w, y, Teacher(h, w), Divergence.forward_kl(), weights)
+    return ll.linear_divergence_loss(h, w, y, Teacher(h, w), Divergence.forward_kl(), weights)
 
 
 def top(h, w, added=0):
@@ -127,7 +116,7 @@ def tempered(h, w, y, temperature):
 
 def of_pairs(h, w, y, function, **methods):
     """A loss on pairs of a user's own."""
-    return type("Mine", (PreferenceLoss,), {"pair_loss": lambda self, pairs: function(pairs), **methods})()(w, h, y)
+    return type("Mine", (ll.PreferenceLoss,), {"pair_loss": lambda self, pairs: function(pairs), **methods})()(w, h, y)
 
 
 def of_statistics(h, w, y, function):
@@ -163,7 +152,7 @@ WRONG = [
     (lambda h, w, y: Head(w, transform=0.7), r"must be a liger_losses.LogitTransform\(...\)"),
     (lambda h, w, y: linear_statistics(h, w, y, options={}), r"must be liger_losses.EngineOptions\(...\)"),
     *(
-        (lambda h, w, y, size=size: set_default_workspace(size), words)
+        (lambda h, w, y, size=size: ll.set_default_workspace(size), words)
         for size, words in ((0, "positive"), ("0", "positive"), ("many", "300MiB"), ("3 parsecs", "2GiB"))
     ),
     *((lambda h, w, y, size=size: workspace(size).__enter__(), "number of bytes") for size in (True, 1.5, [1])),
@@ -298,7 +287,7 @@ WRONG = [
     (lambda h, w, y: ALONE(w, (y, h), (y, h)), r"completions are \(hidden_states, labels\)"),
     (lambda h, w, y: CE()(w, h, y, nn.Linear(24, 61)), "such as model.lm_head goes where the weight"),
     (lambda h, w, y: JSD()(w, h, y, h @ w.t()), r"TeacherLogits\(logits\).*got Tensor"),
-    (lambda h, w, y: linear_divergence(h, w, y, h @ w.t(), Divergence.forward_kl()), r"\(logits\), got Tensor"),
+    (lambda h, w, y: ll.linear_divergence(h, w, y, h @ w.t(), Divergence.forward_kl()), r"\(logits\), got Tensor"),
     (lambda h, w, y: CE()(w.detach().to_sparse(), h, y), r"weight is a sparse.*weight.to_dense\(\)"),
     (lambda h, w, y: CE()(w, h @ w.t(), y), r"look like logits: pass the last hidden states; loss_inputs"),
     (lambda h, w, y: CE()(w, (h, h, h), y), r"a tuple of 3 .*hidden_states\[-1\]; for .* pass a list"),
@@ -319,8 +308,8 @@ WRONG = [
     (lambda h, w, y: linear_logps(h, w, y.to("meta")), "labels is on meta, the weight on cpu"),
     (lambda h, w, y: linear_logps(h, Head(w, adapters=(LowRank(w[:2, :8], w[:, :2]),)), y), r"a \(2, 8\) .*\(61, 24\)"),
     (lambda h, w, y: Head(Int8Weight(w), group="tp"), "ProcessGroup"),
-    (lambda h, w, y: register_quantized_weight(3, print), "a type"),
-    (lambda h, w, y: QuantizedWeight((3,), torch.float32, "cpu"), "vocab_size, hidden_size"),
+    (lambda h, w, y: ll.register_quantized_weight(3, print), "a type"),
+    (lambda h, w, y: ll.QuantizedWeight((3,), torch.float32, "cpu"), "vocab_size, hidden_size"),
     # heads
     (lambda *_: Head.of(of_class(get_output_embeddings=print)), r"whole model.*model\.get_output_embeddings\(\)"),
     (lambda *_: Head.of(of_class(base_layer=None)), "adapter around the head.*merged_weight"),
@@ -357,9 +346,9 @@ WRONG = [
         lambda *_: of_logps(epsilon=1),
         r"^grpo_loss has no argument 'epsilon' \(use epsilon_low.* logps, advantages, mask, .*beta, loss_type",
     ),
-    (lambda h, w, y: split_by_coefficient(len, [1.0]), r"such as torch.tensor\(advan.*got builtin_.* and list"),
-    (lambda h, w, y: split_by_coefficient(h, len), r"a function of indices .* \(4, 5, 24\) and builtin"),
-    (lambda h, w, y: split_by_coefficient(len, h, mask=y), "it has no mask=; its arguments are forward, coefficients"),
+    (lambda h, w, y: ll.split_by_coefficient(len, [1.0]), r"such as torch.tensor\(advan.*got builtin_.* and list"),
+    (lambda h, w, y: ll.split_by_coefficient(h, len), r"a function of indices .* \(4, 5, 24\) and builtin"),
+    (lambda h, w, y: ll.split_by_coefficient(len, h, mask=y), "it has no mask=; its arguments are forward, coeff"),
     # several heads
     (lambda h, w, y: CE()([w] * 3, [h, h], y), "2 of hidden states, 3 of heads"),
     (lambda h, w, y: CE()([], [h], y), "0 of heads"),
@@ -393,16 +382,16 @@ WRONG = [
     (lambda h, w, y: ALONE(w, (h, y), (h, y), temperature=EACH), "give the reference in .* temperature in Compl"),
     (lambda h, w, y: ALONE(Head(w, transform=LogitTransform(2.0)), h, y, temperature=EACH), "given twice: with the"),
     # teachers
-    (lambda h, w, y: taught(h, w, y, Teachers([Teacher(h, w)] * 2, 0 * y + 2)), r"which must be in \[0, 2\)"),
-    (lambda h, w, y: taught(h, w, y, Teachers([Teacher(h, w)] * 2, 0 * y[:2])), "which must be integers"),
-    (lambda h, w, y: taught(h, w, y, Teachers([h], 0 * y)), "takes a list of Teacher"),
-    (lambda h, w, y: projected_teacher(h, w, torch.ones(61, 61)), "sparse tensor"),
-    (lambda h, w, y: projected_teacher(h, w, torch.ones(61, 60).to_sparse()), r"61\], of this teacher"),
+    (lambda h, w, y: taught(h, w, y, ll.Teachers([Teacher(h, w)] * 2, 0 * y + 2)), r"which must be in \[0, 2\)"),
+    (lambda h, w, y: taught(h, w, y, ll.Teachers([Teacher(h, w)] * 2, 0 * y[:2])), "which must be integers"),
+    (lambda h, w, y: taught(h, w, y, ll.Teachers([h], 0 * y)), "takes a list of Teacher"),
+    (lambda h, w, y: ll.projected_teacher(h, w, torch.ones(61, 61)), "sparse tensor"),
+    (lambda h, w, y: ll.projected_teacher(h, w, torch.ones(61, 60).to_sparse()), r"61\], of this teacher"),
     (lambda h, w, y: taught(h, w, y, Teacher(h, w), token_scaling="entropy"), "token_scaling="),
     (lambda h, w, y: taught(h, w, y, Teacher(h, w), token_scaling="probability", top_k=3), "token_scaling="),
     (lambda h, w, y: taught(h, w, y, Teacher(h, w), token_scaling="probability", weight_hard_loss=0.0), "token_scal"),
     (lambda h, w, y: CE(use_token_scaling=True, token_scaling="entropy"), "leave one of them out"),
-    (lambda h, w, y: linear_labels_loss(h, w, y[..., None], EACH), "weights must be"),
+    (lambda h, w, y: ll.linear_labels_loss(h, w, y[..., None], EACH), "weights must be"),
     (lambda h, w, y: linear_logps(h, w, torch.stack([y.clamp(min=0), torch.full_like(y, -5)], -1)), r"-5"),
     (lambda h, w, y: taught(h, w, y, Teacher(h[:, :-1], w)), "one per hidden state of the student"),
     (lambda h, w, y: Teacher(h, w, w[:-1, 0]), "bias must be"),
@@ -416,7 +405,7 @@ WRONG = [
     (lambda h, w, y: taught(h, w, y, TeacherTopK(*top(h, w), tail="lump")), "'lump'; use 'bucket'"),
     (lambda h, w, y: taught(h, w, y, TeacherTopK(*(part[1:] for part in top(h, w)))), "one per hidden state of the"),
     (lambda h, w, y: Teacher(Head(w), h), r"got Head first: of head, states, labels = .*Teacher\(states, head\)"),
-    (lambda h, w, y: DistillationLoss(Divergence.jsd), r"Loss\(Divergence.reverse_kl\(\)\), got a function; call it"),
+    (lambda h, w, y: ll.DistillationLoss(Divergence.jsd), r"Loss\(Divergence.reverse_kl\(\)\), got a function; call"),
     (lambda h, w, y: JSD()(w, h, y, Teacher(h, w), y), "with a teacher, the call is"),
     (lambda h, w, y: JSD()(w, h, y), "there is no teacher"),
     (lambda h, w, y: JSD()(w, h, y, Teacher(h, w), teacher=Teacher(h, w)), "given twice"),
@@ -466,8 +455,8 @@ WRONG = [
     (lambda h, w, y: linear_logps(h, w, y, support=kept(y)), "must be a TokenSupport"),
     (lambda h, w, y: scored(h, w, y + 61, kept(y)), r"in \[0, 61\).*found the label"),
     (lambda h, w, y: scored(h, w * 1, y, kept(y), sparse_grad=True), "sparse_grad=True.* weight that is a parameter"),
-    (lambda h, w, y: linear_topk(h, w, 0, y), "positive integer"),
-    (lambda h, w, y: linear_topk(h, w, 62, y), "at most the 61"),
+    (lambda h, w, y: ll.linear_topk(h, w, 0, y), "positive integer"),
+    (lambda h, w, y: ll.linear_topk(h, w, 62, y), "at most the 61"),
     # temperatures of tokens
     (lambda h, w, y: tempered(h, w, y, EACH[:3]), r"one for each hidden state, \[4, 5\], got shape \[3, 5\]"),
     (lambda h, w, y: tempered(h, w, y, EACH.long()), "floating-point tensor with one for each token"),

@@ -47,7 +47,4 @@ def test_the_rest_of_rows(given, backend):
 
 
 def test_without_labels_no_token_is_masked():
-    hidden, weight = torch.randn(3, 4), torch.randn(9, 4)
-    found = [linear_topk(hidden, weight, 2, options=EngineOptions(ignore_index=i)) for i in (-100, 0)]
-    torch.testing.assert_close(*found)
-    assert found[0].logps.all()
+    assert linear_topk(torch.randn(3, 4), torch.randn(9, 4), 2, options=EngineOptions(ignore_index=0)).logps.all()

@@ -33,8 +33,7 @@ def test_the_largest_columns_with_any_ignored_label(of):
     """Of the label 0, as of any other, whatever stands for the active tokens in the other model's pass."""
     hidden, weight, labels, (states, teacher) = problem()
     labels = torch.where(labels == 0, 1, labels)
-    kinds = [ll.Teacher(states, teacher)] + [ll.TeacherLogits(states @ teacher.t())] * (of == "student")
-    for taught in kinds:
+    for taught in [ll.Teacher(states, teacher)] + [ll.TeacherLogits(states @ teacher.t())] * (of == "student"):
         found = []
         for ignored in (-100, 0):
             loss = ReverseKL(0.5, 1.0, top_k=5, top_k_of=of, ignore_index=ignored)

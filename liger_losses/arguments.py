@@ -133,12 +133,12 @@ def options_of(cls: type[C], function: Callable[..., Any], options: Mapping[str,
     return cls(**options)
 
 
-def check_known(name: str, kind: str, given: Iterable[str], known: Container[str], listed: Iterable[str]) -> None:
-    """Raise TypeError, with a list of those that there are, for arguments or options that are not known."""
-    unknown = [each for each in given if each not in known]
+def check_known(owner: str, kind: str, names: Iterable[str], known: Container[str], listed: Iterable[str]) -> None:
+    """Raise TypeError, with a list of those that there are, for names of arguments or options that are not known."""
+    unknown = [name for name in names if name not in known]
     if unknown:
-        names = [each for each in listed if each != "compiled"]  # which has no effect
-        raise TypeError(f"{name} has no {kind} {unknown_names(unknown, names)}; its {kind}s are {', '.join(names)}.")
+        there = [name for name in listed if name != "compiled"]  # which has no effect
+        raise TypeError(f"{owner} has no {kind} {unknown_names(unknown, there)}; its {kind}s are {', '.join(there)}.")
 
 
 def options_signature(cls: Any, positions: Sequence[str]) -> inspect.Signature:

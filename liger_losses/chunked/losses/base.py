@@ -359,8 +359,8 @@ class ChunkedLoss(nn.Module):
 
         Of each ``num_items_in_batch``, all must have one, or none.
         """
-        given = ["not given" if number is None else "given" for number in items]
-        agree(self.group, {**self.common_options, "num_items_in_batch": given, **facts})
+        numbers = ["not given" if number is None else "given" for number in items]
+        agree(self.group, {**self.common_options, "num_items_in_batch": numbers, **facts})
 
     # With both *_ and **inputs, type checkers let subclasses name the inputs that they read.
     def loss(self, statistics: Statistics, mask: Tensor, *_: Any, **inputs: Any) -> Any:

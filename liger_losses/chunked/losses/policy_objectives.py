@@ -128,9 +128,9 @@ class PolicyInputs:
             value = value.masked_fill(padding, 0.0)
             self.tensors[argument] = value if of_completions else finite_logs(value)
         self.advantages, self._sampler_topk = self.tensors["advantages"], tensors.sampler_topk_logps
-        divides, given = options.row.normalizer == "items", None
+        divides, count = options.row.normalizer == "items", None
         if number is not None and (divides or group is not None):
-            given = checks.checked_items(number, mask.device)
+            count = checks.checked_items(number, mask.device)
         if group is not None:
             whole = None if self.is_ratio is None else self.is_ratio.shape[1] == 1
             items = "not given" if number is None else "given"
@@ -139,10 +139,10 @@ class PolicyInputs:
         (self.own_lengths,) = sum_over_group(group, mask.sum(-1, keepdim=True))
         tokens = self.own_lengths.sum(dtype=torch.float32)
         self.items = self.counted = tokens.clamp(min=1)
-        if divides and given is not None:
+        if divides and count is not None:
             # Each process has added the tokens of all ranks that compute one loss with it.
             ranks = copies * (1 if group is None else dist.get_world_size(group))
-            self.items = (given * (ranks / world_size())).clamp(min=1)
+            self.items = (count * (ranks / world_size())).clamp(min=1)
         elif divides and world_size() > 1:  # only these losses synchronize all processes
             self.items = (sum_over_processes(tokens) * (1 / world_size())).clamp(min=1)
         self.divisor = NORMALIZERS[options.row.normalizer](self)

@@ -167,10 +167,6 @@ def resize(model):
     return model
 
 
-def unloaded(model):
-    return adapter("lm_head")(model).merge_and_unload().requires_grad_()
-
-
 def on_instance(forward):
     def add(model):
         model.lm_head.forward = types.MethodType(forward, model.lm_head)
@@ -204,7 +200,7 @@ CHANGES = {
     "resized, tied": resize,
     "LoRA": adapter("q_proj", "lm_head"),
     "LoRA, bias": adapter("q_proj", "lm_head", lora_bias=True),
-    "LoRA, merged": unloaded,
+    "LoRA, merged": lambda model: adapter("lm_head")(model).merge_and_unload().requires_grad_(),
     "modules_to_save": adapter("q_proj", modules_to_save=["lm_head"]),
     "modules_to_save, tied": adapter("q_proj", modules_to_save=["lm_head", "embed_tokens"]),
     "trainable tokens": adapter("q_proj", trainable_token_indices={"lm_head": [3, 4]}),

@@ -23,7 +23,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import liger_losses as ll
 from tests import reference
-from tests.reference import Int8Weight, formula, rounding
 from tests.results import losses
 from tests.results.losses import LOSSES, Part
 from tests.seam import REGISTERED, LowRank, leave_out_zero_rows, read_rows_up_to
@@ -195,7 +194,7 @@ class Inputs:
     tensors: dict[str, Tensor]
     labels: list[Tensor]
     leaves: list[str]
-    quantized: dict[str, Int8Weight]
+    quantized: dict[str, reference.Int8Weight]
 
     def cast(self, dtype: torch.dtype) -> Inputs:
         """Copies of another dtype, which need gradients where these do."""
@@ -215,9 +214,9 @@ class Inputs:
         return [self.tensors[name] for name in self.leaves]
 
 
-def exactly_quantized(weight: Tensor) -> Int8Weight:
+def exactly_quantized(weight: Tensor) -> reference.Int8Weight:
     """Codes of 8 bits times powers of two, which every dtype represents."""
-    made = Int8Weight(weight)
+    made = reference.Int8Weight(weight)
     made.scales = 2.0 ** made.scales.log2().ceil()
     made.codes = (weight / made.scales).round().to(torch.int8)
     return made
@@ -233,7 +232,7 @@ def inputs_of(row: Row) -> Inputs:
 
     tokens, hidden_size, other_size, vocab, rank = row.sizes
     teacher_vocab = {"wider": vocab + 9, "narrower": vocab - 7}.get(row.teacher, vocab)
-    tensors, leaves, quantized = dict[str, Tensor](), list[str](), dict[str, Int8Weight]()
+    tensors, leaves, quantized = dict[str, Tensor](), list[str](), dict[str, reference.Int8Weight]()
     for k in range(1 if "one hidden" in row.targets else row.count):
         shape = tokens if k == 0 or row.heads == 2 else (5,)
         hidden = normal(*shape, hidden_size)
@@ -383,7 +382,7 @@ def _plain_divergence(row: Row, logits: Tensor, t: dict[str, Tensor], temperatur
     if row.teacher == "several":
         theirs = theirs * (1 - 2 * (torch.arange(len(theirs)) % 2))[:, None, None]
     shared, active = min(theirs.shape[-1], logits.shape[-1]), labels != -100
-    found = formula(row.asks, logits[..., :shared] / temperature, theirs[..., :shared] / temperature)
+    found = reference.formula(row.asks, logits[..., :shared] / temperature, theirs[..., :shared] / temperature)
     logp = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
     return [found.where(active, 0.0), logp.where(active, 0.0)]
 
@@ -581,15 +580,15 @@ def check(row: Row, part: Part | None = None) -> None:
         # PyTorch adds up kept columns in any order on a GPU, and the second time, tokens that were left out are back.
         # Such sums are rounded to either side, and small entries that cancel have the rounding of large ones.
         other_order = a.numel() and (a.is_cuda or row.ranks != "alone" or row.upstream == "some")
-        unit = max(torch.finfo(a.dtype).eps, rounding(a.dtype))
+        unit = max(torch.finfo(a.dtype).eps, reference.rounding(a.dtype))
         close = unit * float(a.detach().abs().max()) if other_order else 0.0
-        torch.testing.assert_close(a, b, rtol=rounding(a.dtype), atol=1e-6 if row.invariant else close)
+        torch.testing.assert_close(a, b, rtol=reference.rounding(a.dtype), atol=1e-6 if row.invariant else close)
     wide = clean if row.dtype == "float64" else clean.cast(torch.float64)
     exact = plain(row, wide)
     rough = exact if wide is clean else plain(row, clean)
     # On a GPU, each shape has an order of sums in cuBLAS.
     least = 1e-12 if found[0].dtype == torch.float64 else 1e-5 if found[0].is_cuda else 1e-6
-    floor = max(2 * rounding(getattr(torch, row.dtype)), least)
+    floor = max(2 * reference.rounding(getattr(torch, row.dtype)), least)
     exact_gradients = gradients(exact, wide.of_leaves(), row)
     near = [of_rounded_inputs(row, wide, seed) for seed in range(4)]
     for i, (a, p, e) in enumerate(zip(found, rough, exact, strict=True)):

@@ -17,10 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import liger_losses as ll
 from liger_losses import (
-    ChunkedLoss,
     Completions,
     Divergence,
-    EngineOptions,
     Head,
     LogitTransform,
     Teacher,
@@ -31,7 +29,6 @@ from liger_losses import (
     linear_logps,
     linear_statistics,
     linear_token_loss,
-    patch,
     register_statistic,
     workspace,
 )
@@ -121,7 +118,7 @@ def of_pairs(h, w, y, function, **methods):
 
 def of_statistics(h, w, y, function):
     """A loss of tokens of a user's own."""
-    return type("Mine", (ChunkedLoss,), {"loss": lambda self, s, mask: function(s, mask)})()(w, h, y)
+    return type("Mine", (ll.ChunkedLoss,), {"loss": lambda self, s, mask: function(s, mask)})()(w, h, y)
 
 
 def of_inputs(h, w, y, *inputs):
@@ -142,10 +139,10 @@ def of_tokens(h, w, y, function):
 #: A call with hidden states, weight and labels, and what its error says.
 WRONG = [
     # options
-    (lambda h, w, y: EngineOptions(keep=-1), "keep must be a number of bytes"),
-    (lambda h, w, y: EngineOptions(strategy="two_pass", keep=100), "'two_pass' keeps no blocks, got keep=100"),
+    (lambda h, w, y: ll.EngineOptions(keep=-1), "keep must be a number of bytes"),
+    (lambda h, w, y: ll.EngineOptions(strategy="two_pass", keep=100), "'two_pass' keeps no blocks, got keep=100"),
     (lambda h, w, y: DPO(shift=[1, 2]), "shift=.1, 2. needs lists of hidden states"),
-    (lambda h, w, y: ChunkedLoss(shift=2)(w, h, y, rewards=PER_TOKEN), r"one value per token, \(4, 5\).*shift the"),
+    (lambda h, w, y: ll.ChunkedLoss(shift=2)(w, h, y, rewards=PER_TOKEN), r"one value per token, \(4, 5\).*shift the"),
     (lambda h, w, y: DPO(loss_weights=[NAN]), "each of loss_weights must be a finite number, got nan"),
     (lambda h, w, y: Divergence("kl"), r"unknown divergence 'kl'; use a constructor.*reverse_kl\(\)"),
     (lambda h, w, y: Divergence.mixture(NAN, 1, 1), "parameters of a divergence must be finite"),
@@ -156,7 +153,10 @@ WRONG = [
         for size, words in ((0, "positive"), ("0", "positive"), ("many", "300MiB"), ("3 parsecs", "2GiB"))
     ),
     *((lambda h, w, y, size=size: workspace(size).__enter__(), "number of bytes") for size in (True, 1.5, [1])),
-    (lambda *_: assert_no_logits(0).__enter__(), "vocabulary must be the vocabulary size, a model, or its head, got 0"),
+    (
+        lambda *_: assert_no_logits(0).__enter__(),
+        "vocabulary must be the vocabulary size, a model, or its head, got 0",
+    ),
     (lambda *_: assert_no_logits("x").__enter__(), "got 'x'"),
     (lambda *_: assert_no_logits(61, 0).__enter__(), "limit must be positive, got 0"),
     (lambda *_: assert_no_logits(61, "much").__enter__(), "limit must be a number of bytes"),
@@ -219,8 +219,8 @@ WRONG = [
     (lambda h, w, y: DPO(loss_type="sigmoidd"), r"'sigmoidd' \(did you mean 'sigmoid'\?\); it must be"),
     (lambda h, w, y: GRPO(loss_type="gspo"), "'gspo'; use importance_sampling_level='sequence' with"),
     (lambda h, w, y: DPO(loss_type="kto_pair"), "use LigerFusedLinearKTOLoss, of single"),
-    (lambda h, w, y: patch(w, mlp=True), r"no mlp= \(did you mean 'mlps'\?\); its arguments are model,"),
-    (lambda h, w, y: patch(w, kernel=True), "no kernel=; its arguments .* kernels= is an argument of .*enable"),
+    (lambda h, w, y: ll.patch(w, mlp=True), r"no mlp= \(did you mean 'mlps'\?\); its arguments are model,"),
+    (lambda h, w, y: ll.patch(w, kernel=True), "no kernel=; its arguments .* kernels= is an argument of .*enable"),
     # functions
     (lambda h, w, y: F.dpo_loss([1.0], ONES, ONES, ONES), "chosen_logps must be a tensor, got list"),
     (lambda h, w, y: F.dpo_loss(ONES, ONES[:2], ONES, ONES), r"rejected_logps must be \[4\], as chosen_logps"),
@@ -281,7 +281,7 @@ WRONG = [
     (lambda h, w, y: linear_logps(h, w.to(torch.uint8), y), "weight must be floating point.*dequantize"),
     (lambda h, w, y: DPO()(w, h, y, ref_chosen_logps=[1.0]), "of the chosen completions must be a tensor"),
     (lambda h, w, y: CE(ce_weight=[1.0]), "must be a tensor"),
-    (lambda h, w, y: ChunkedLoss()(w, h, y), "must define loss"),
+    (lambda h, w, y: ll.ChunkedLoss()(w, h, y), "must define loss"),
     (lambda h, w, y: linear_token_loss(h, w, y, lambda s, y: s.logp.sum()), r"one value per token, .*\(\). Return it"),
     (lambda h, w, y: CE()(w, y, h), "hidden_states must be floating point.*token ids go into labels"),
     (lambda h, w, y: ALONE(w, (y, h), (y, h)), r"completions are \(hidden_states, labels\)"),
@@ -331,7 +331,7 @@ WRONG = [
     (lambda h, w, y: CE()(lin_weight=w, head=w, hidden_states=h, labels=y), "two of .* labels= are the same argument"),
     (lambda h, w, y: DPO()(w, chosen=(h, y), hidden_states=h), "two of chosen=.*or of two forms"),
     (lambda h, w, y: DPO()(w, h), r"DPOLoss.*'rejected'.*\(head, chosen, rejected\)"),
-    (lambda h, w, y: ChunkedLoss()(w, h), r"'labels'; call it as loss\(head, hidden_states, labels\)"),
+    (lambda h, w, y: ll.ChunkedLoss()(w, h), r"'labels'; call it as loss\(head, hidden_states, labels\)"),
     (lambda h, w, y: DPO()(w, h, y, ref_model=w), r"no ref_model=; of .* loss_inputs\(ref_model"),
     (lambda h, w, y: DPO()(w, h, y, beta=0.1), r"no beta=; options go .* LigerFusedLinearDPOLoss\(beta=\.\.\.\)"),
     (

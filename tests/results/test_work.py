@@ -56,8 +56,7 @@ def test_a_head_is_cast_once_a_pass_under_autocast(name):
     with torch.autocast("cpu", torch.bfloat16), Work() as work:
         hidden, weight = run(name, d, leaves, backend="triton", chunk_size=8)
     assert work.cast // (V * H) == 1 + (name == "JSD")  # the rest are hidden states, which are fewer
-    half = {**d, **{key: d[key].detach().bfloat16().requires_grad_() for key in ("h", "weight")}}
-    half |= {key: d[key].bfloat16() for key in ("other", "ref_weight")}
+    half = {**d, **{k: d[k].detach().bfloat16().requires_grad_() for k in ("h", "weight", "other", "ref_weight")}}
     before = run(name, half, [half["h"], half["weight"]], backend="triton", chunk_size=8)
     assert torch.equal(hidden.bfloat16(), before[0])
     torch.testing.assert_close(weight.bfloat16(), before[1], rtol=0.02, atol=2e-4)

@@ -19,7 +19,8 @@ from liger_losses.chunked.core.compiled import loss_sum, statistics
 from liger_losses.chunked.core.distilled import EARLIER_TAILS, TAILS, check_comparison, check_no_temperature
 from liger_losses.chunked.core.inputs import target_of
 from liger_losses.chunked.core.ops import weighted_sum
-from liger_losses.chunked.core.target import TokenLoss
+from liger_losses.chunked.core.stream import counted_once
+from liger_losses.chunked.core.target import Target, TokenLoss
 from liger_losses.chunked.losses.sums import wide
 from liger_losses.kernels.autograd import edges, once_differentiable
 from liger_losses.kernels.divergence_forms import FORMS, Divergence, finite_logs
@@ -205,40 +206,33 @@ def largest_of(
 ) -> TeacherTopK:
     """A teacher's largest columns; its logits are computed once, and not again for the student."""
     states, head = teacher.local_hidden_states, _at(teacher.head, temperature)
-    labels, options = _active(labels, options)
-    largest = linear_topk(states, head, k, labels, rest=rest, options=options)
+    if labels is not None:  # which the teacher's vocabulary may lack: they say which tokens are masked, and no more
+        labels = torch.where(labels == options.ignore_index, -100, 0)
+    largest = linear_topk(states, head, k, labels, rest=rest, options=replace(options, ignore_index=-100))
     return TeacherTopK(largest.logps, largest.ids, tail, largest.rest)
 
 
 @torch.no_grad()
-def at_largest_of(
-    hidden: Tensor, head: Head, k: int, teacher: Teacher | TeacherLogits, labels: Tensor, tail: str, options: Any
-) -> TeacherTopK:
-    """A teacher's log-probabilities of the student's largest columns, at the temperature of the student's head."""
-    (labels, options), temperature = _active(labels, options), head.transform.temperature
-    columns = linear_topk(hidden, head, k, labels, options=options).ids
+def at_largest_of(student: Target, teacher: Teacher | TeacherLogits, tail: str, options: Any) -> TeacherTopK:
+    """A teacher's log-probabilities of the student's largest columns, at the student's temperature."""
+    labels, temperature = student.labels, student.temperature
+    (largest,) = statistics([student], ("selected_logps",), options, ("columns",))
+    columns = largest["columns"]
     if isinstance(teacher, Teacher):
-        target = target_of(teacher.local_hidden_states, _at(teacher.head, temperature), labels, selected=columns)
+        fields = {"selected": columns, "counted": student.counted}
+        target = target_of(teacher.local_hidden_states, _at(teacher.head, temperature), labels, **fields)
         (values,) = statistics([target], ("selected_logps",), options)
         return TeacherTopK(values["selected_logps"], columns, tail)
     tokens = torch.arange(labels.numel(), device=labels.device)
     if callable(teacher.logits):
         tokens = tokens[labels.flatten() != options.ignore_index]  # of no others, a function is asked
-    logps = torch.zeros(columns.shape, dtype=wide(hidden.dtype), device=labels.device).flatten(0, -2)
+    logps = torch.zeros(columns.shape, dtype=wide(student.hidden.dtype), device=labels.device).flatten(0, -2)
     for at in tokens.split(max(_BYTES // (4 * teacher.vocab_size), 1)):
         logits: Any = teacher.take(at).logits
         divided = temperature.flatten()[at, None] if isinstance(temperature, Tensor) else temperature
         all_logps = (logits.to(wide(logits.dtype)) / divided).log_softmax(-1)
         logps[at] = all_logps.gather(-1, columns.flatten(0, -2)[at]).to(logps.dtype)
     return TeacherTopK(logps.view(columns.shape), columns, tail)
-
-
-def _active(labels: Any, options: EngineOptions) -> tuple[Any, EngineOptions]:
-    """Labels that say which tokens are masked, and nothing else, as the other model's vocabulary may lack them; and
-    options that ignore what is masked. (The given ones may ignore the label 0.)"""
-    masked = -100
-    labels = labels if labels is None else torch.where(labels == options.ignore_index, masked, 0)
-    return labels, replace(options, ignore_index=masked)
 
 
 def _at(head: Head, temperature: float | Tensor) -> Head:
@@ -302,19 +296,22 @@ def loss_over_columns(
         check_comparison(teacher, o.which, head, labels.shape)
         common = min(teacher.vocab_size, head.vocab_size)
         teacher, compared = _of_first(teacher, common), _first(compared, common)
-        if o.top_k_of == "teacher":
-            teacher = largest_of(teacher, top_k, labels, temperature, tail, tail == "bucket", options)
-        else:
-            teacher = at_largest_of(hidden, compared, top_k, teacher, labels, tail, options)
+    else:
+        teacher.check(labels.shape, head)
+    # All passes know which tokens have a label, for which the host waits once.
+    (student,) = counted_once([target_of(hidden, compared, labels, selected=top_k)], options)
+    if top_k and o.top_k_of == "teacher":
+        teacher = largest_of(teacher, top_k, labels, temperature, tail, tail == "bucket", options)
+    elif top_k:
+        teacher = at_largest_of(student, teacher, tail, options)
+    else:
+        teacher.check_active(mask, head.vocab_size)
     # At one temperature, over the same columns, both losses read one block.
     together = hard is not None and compared.vocab_size == head.vocab_size
     together = together and not isinstance(temperature, Tensor) and temperature == 1.0
-    teacher.check(mask.shape, head)
-    if not top_k:
-        teacher.check_active(mask, head.vocab_size)
     inputs = {"soft": weights["divergence"], "hard": hard if together else None}
     inputs |= {"teacher_logps": teacher.logps, "rest": teacher.tail_logps}
-    fields = {"selected": teacher.indices}
+    fields: dict[str, Any] = {"selected": teacher.indices, "counted": student.counted}
     if teacher.tail == "renormalize" and not together:  # a softmax over these columns alone: others are not read
         fields["kept"] = teacher.indices
     loss = TokenLoss(
@@ -323,8 +320,8 @@ def loss_over_columns(
     names = ("selected_logps", *["logp"] * together)
     total, (values,) = loss_sum([target_of(hidden, compared, labels, **fields)], names, [loss], options)
     if hard is not None and not together:
-        hard_loss = TokenLoss(weighted_sum, {"logp": hard})
-        other, (others,) = loss_sum([target_of(hidden, head, labels)], ("logp",), [hard_loss], options)
+        of_logp = target_of(hidden, head, labels, counted=student.counted)
+        other, (others,) = loss_sum([of_logp], ("logp",), [TokenLoss(weighted_sum, {"logp": hard})], options)
         total, values = total + other, {**values, **others}
     return total, values
 

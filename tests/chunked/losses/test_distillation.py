@@ -1,11 +1,13 @@
 """Distillation beside its golden results: temperatures of masked tokens, limited divergences, and known tails."""
 
 import math
+from unittest import mock
 
 import pytest
 import torch
 
 import liger_losses as ll
+from liger_losses.chunked.core import stream
 from tests.losses import ReverseKL
 from tests.reference import relative_error
 
@@ -37,7 +39,9 @@ def test_the_largest_columns_with_any_ignored_label(of):
         found = []
         for ignored in (-100, 0):
             loss = ReverseKL(0.5, 1.0, top_k=5, top_k_of=of, ignore_index=ignored)
-            value, _ = loss(weight, hidden, torch.where(labels == -100, ignored, labels), taught)
+            with mock.patch.object(stream, "_count", wraps=stream._count) as count:
+                value, _ = loss(weight, hidden, torch.where(labels == -100, ignored, labels), taught)
+            assert count.call_count == 1 + (of == "teacher")  # for which the host waits
             found.append((value, *torch.autograd.grad(value, (hidden, weight))))
         torch.testing.assert_close(*found)
 

@@ -363,7 +363,7 @@ def _pending(layers: list[Any]) -> Iterator[None]:
     _thread.pending += tuple(layers)
     try:
         yield
-    finally:  # those of contexts that have begun since may end later
+    finally:  # contexts need not end in the order in which they began: each removes its own layers
         _thread.pending = tuple([layer for layer in _thread.pending if layer not in layers])
 
 

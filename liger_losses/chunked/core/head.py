@@ -235,7 +235,9 @@ class Head:
 
     def columns(self, columns: slice) -> Head:
         """The head of some of its rows."""
-        quantized = self.quantized and self.quantized.part(*columns.indices(self.quantized.shape[0])[:2])
+        quantized = self.quantized
+        if quantized is not None:
+            quantized = quantized.part(*columns.indices(quantized.shape[0])[:2])
         return self._with_rows(lambda rows: rows[columns], quantized=quantized)
 
     @torch.no_grad()

@@ -102,7 +102,8 @@ class Target:
         """Some of the tokens: ``hidden [R, H]``, ``labels [R]`` and so on.
 
         Those that are not ``active [R]`` get numbers without influence. With the operands' ``dtype``, hidden states
-        have it, and temperatures that of logits. A teacher's logits are taken only if it ``compares`` with them still.
+        have it, and temperatures that of logits. Without ``compares``, a teacher's logits, which nobody reads again,
+        are not taken.
         """
         taken: dict[str, Any] = {"hidden_rows": None}
         for name, (trailing, neutral) in PER_TOKEN.items():

@@ -337,7 +337,7 @@ def alphapo_reward(logps: Tensor, reward_alpha: float) -> Tensor:
 
 
 class CPOTerms(NamedTuple):
-    """What the loss of a pair has beside the margin."""
+    """The numbers that the loss of a pair reads: see :func:`cpo_loss`."""
 
     beta: float
     gamma: float
@@ -553,7 +553,7 @@ class LigerFusedLinearORPOLoss(PreferenceLoss[ORPOMetrics]):
 
     positions = "ignore_index beta compute_nll_loss compiled chunk_size"
 
-    if not TYPE_CHECKING:  # checkers see that of PreferenceLoss, which has both forms of the call
+    if not TYPE_CHECKING:  # type checkers read the overloads of PreferenceLoss.forward, which this one has too
 
         @operator
         def forward(self, lin_weight: Any, _input: Any, target: Any, bias: Any = None, nll_target: Any = None) -> Any:
